@@ -1,0 +1,1 @@
+"""w3pack: 3-bit lookup-table checkpoints and the runtime that executes them."""
