@@ -119,7 +119,9 @@ def sha256(path: Path) -> str:
 def load(path: Path) -> tuple[Any, Any]:
     """Model in float32 and tokenizer from a checkpoint folder or a GGUF file (weights dequantized)."""
     if not path.exists():
-        raise UsageError(f"expected a checkpoint folder or a .gguf file; got {path}, which is not there; check the path")
+        raise UsageError(
+            f"expected a checkpoint folder or a .gguf file; got {path}, which is not there; check the path"
+        )
     auto_model: Any = transformers.AutoModelForCausalLM
     auto_tokenizer: Any = transformers.AutoTokenizer
     if path.is_dir():
@@ -163,9 +165,7 @@ def measure(model: Any, windows: dict[str, torch.Tensor], *, workers: int) -> li
         output: torch.Tensor = model(ids, use_cache=False).logits
         return output
 
-    reference = {
-        text: reference_log_probabilities(logits, ids, dtype=torch.float16) for text, ids in windows.items()
-    }
+    reference = {text: reference_log_probabilities(logits, ids, dtype=torch.float16) for text, ids in windows.items()}
     rows: list[dict[str, Any]] = []
     for method in [None, *methods(workers)]:
         started = time.perf_counter()
@@ -176,7 +176,9 @@ def measure(model: Any, windows: dict[str, torch.Tensor], *, workers: int) -> li
                 linear.weight.data.copy_(back)
                 size += stored
         quantized = time.perf_counter()
-        quality = {text: dataclasses.asdict(evaluate(logits, ids, reference=reference[text])) for text, ids in windows.items()}
+        quality = {
+            text: dataclasses.asdict(evaluate(logits, ids, reference=reference[text])) for text, ids in windows.items()
+        }
         rows.append(
             {
                 "method": method.name if method else "source",
@@ -251,7 +253,11 @@ def main() -> int:
         "texts": texts,
         "window": arguments.window,
         "results": rows,
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
         "cpu": {"model": processor(), "cores": os.cpu_count(), "torch_threads": torch.get_num_threads()},
         "command": command,
     }

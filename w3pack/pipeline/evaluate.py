@@ -111,7 +111,9 @@ def evaluate(model: Model, windows: torch.Tensor, *, reference: Sequence[torch.T
         reference: from `reference_log_probabilities` on the same windows.
     """
     if reference is not None and len(reference) != len(windows):
-        raise UsageError(f"expected one reference per window ({len(windows)}); got {len(reference)}; rebuild the reference")
+        raise UsageError(
+            f"expected one reference per window ({len(windows)}); got {len(reference)}; rebuild the reference"
+        )
     loss = 0.0
     predicted = 0
     non_finite = 0

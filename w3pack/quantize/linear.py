@@ -55,6 +55,15 @@ class QuantizedLinear:
     scales: torch.Tensor
     group_size: int = 128
 
+    def __post_init__(self) -> None:
+        rows, columns = self.codes.shape
+        expected = (rows, -(-columns // self.group_size))
+        if tuple(self.scales.shape) != expected:
+            raise UsageError(
+                f"expected scales of shape {list(expected)} for groups of {self.group_size}; "
+                f"got {list(self.scales.shape)}; give the group size that the scales were made with"
+            )
+
     def dequantize(self) -> torch.Tensor:
         """float32 [rows, columns]: map value times scale, both exactly as stored."""
         rows, columns = self.codes.shape

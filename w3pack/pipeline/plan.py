@@ -1,0 +1,332 @@
+"""What will happen to every tensor, decided before anything is read or written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from w3pack.checkpoint.source import Source, TensorInfo
+from w3pack.checkpoint.tensor_file import DTYPES, digest
+from w3pack.errors import CheckpointError, UnsupportedError, UsageError
+from w3pack.format import names
+from w3pack.format.layout import FORMAT_VERSION, Layout
+from w3pack.format.linear import LinearSpec, QmapDtype
+from w3pack.pipeline.selection import is_matrix, module_of, selector, why_not_linear
+
+Action = Literal["quantize", "copy", "dequantize", "drop"]
+#: Asked for the modules that are to be quantised; answers which of them no loader could run, and why.
+Loadable = Callable[[Collection[str]], Mapping[str, str]]
+
+SCALE_SUFFIX = "_scale_inv"
+BASE_MEMORY = 700 << 20
+MEMORY_FACTOR = 5
+
+
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """Everything that decides the bytes of the output, besides the source."""
+
+    group_size: int = 128
+    layout: Layout = "dense"
+    qmap: str | None = None
+    qmap_dtype: QmapDtype | None = None
+    qmap_per: Literal["tensor", "row"] | None = None
+    skip: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+    lm_head: bool = False
+    min_coverage: float | None = None
+    max_shard_bytes: int = 5_000_000_000
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """One tensor of the source: what happens to it, why, and which tensors of the output it becomes."""
+
+    source: TensorInfo
+    action: Action
+    reason: str
+    outputs: tuple[TensorInfo, ...]
+    spec: LinearSpec | None = None
+    scales: str | None = None
+
+    @property
+    def module(self) -> str:
+        """The module that owns the tensor."""
+        return module_of(self.source.name)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole job. `shards` holds the planned tensors of each output file, in order."""
+
+    tensors: tuple[PlannedTensor, ...]
+    shards: Mapping[str, tuple[PlannedTensor, ...]]
+    guard: TensorInfo
+    block: tuple[int, int] | None
+    coverage: float
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def quantized(self) -> tuple[PlannedTensor, ...]:
+        """The Linears that become 3-bit."""
+        return tuple(tensor for tensor in self.tensors if tensor.action == "quantize")
+
+    @property
+    def modules(self) -> dict[str, LinearSpec]:
+        """Quantised module -> shape."""
+        return {tensor.module: tensor.spec for tensor in self.quantized if tensor.spec is not None}
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of all tensors of the source."""
+        return sum(tensor.source.nbytes for tensor in self.tensors)
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of all tensors of the output."""
+        return sum(info.nbytes for tensor in self.tensors for info in tensor.outputs) + self.guard.nbytes
+
+    @property
+    def weights(self) -> int:
+        """Logical weights that become 3-bit."""
+        return sum(spec.weights for spec in self.modules.values())
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits, scales, maps and padding included, for each quantised weight."""
+        return 8 * sum(spec.nbytes for spec in self.modules.values()) / self.weights
+
+    @property
+    def memory_bytes(self) -> int:
+        """Upper estimate of peak memory: the process and its libraries, and a few copies of the largest tensor."""
+        return BASE_MEMORY + MEMORY_FACTOR * max(tensor.source.nbytes for tensor in self.tensors)
+
+
+def make_plan(source: Source, options: QuantizeOptions, *, loadable: Loadable | None = None) -> Plan:
+    """Decide for every tensor of `source`.
+
+    Args:
+        source: the checkpoint.
+        options: see `QuantizeOptions`; `qmap_dtype` and `qmap_per` must be settled (not None).
+        loadable: what the model class says of the modules chosen by name; None trusts the names.
+
+    Raises:
+        UnsupportedError: already quantised source, no Linear at all, or coverage below the floor.
+        UsageError: a skip/only entry that matches nothing, a tied lm_head that is to be quantised.
+        CheckpointError: FP8 weights without their scales, or scales that do not fit.
+    """
+    tied_head = _tied_head(source)
+    block = _fp8_block(source)
+    candidates = {info.name: why_not_linear(info) for info in source.tensors.values()}
+    candidates.update({name: "tied to the embedding" for name in tied_head})
+    if options.lm_head:
+        candidates.update(_lm_head(source, tied=bool(tied_head)))
+    modules = [module_of(name) for name, why in candidates.items() if why is None]
+    skip, only = selector(options.skip), selector(options.only)
+    skip.check(modules, option="--skip")
+    only.check(modules, option="--only")
+    for name, why in candidates.items():
+        if why is None and skip.matches(module_of(name)):
+            candidates[name] = "--skip"
+        elif why is None and only.entries and not only.matches(module_of(name)):
+            candidates[name] = "not in --only"
+    chosen = [module_of(name) for name, why in candidates.items() if why is None]
+    if loadable is not None and chosen:
+        refused = loadable(chosen)
+        candidates.update({names.tensor(module, "weight"): why for module, why in refused.items()})
+    tensors = tuple(_planned(source, info, candidates, options, block, tied_head) for info in source.tensors.values())
+    quantized = [tensor for tensor in tensors if tensor.action == "quantize"]
+    if not quantized:
+        reasons = sorted({why for name, why in candidates.items() if why and is_matrix(source.tensors[name])})
+        raise UnsupportedError(
+            f"expected Linear weights in the decoder's layers of {source.location}, got none"
+            f"{' (' + '; '.join(reasons[:4]) + ')' if reasons else ''}; this model has nothing that w3pack quantises"
+        )
+    guard = _guard(quantized)
+    plan = Plan(
+        tensors=tensors,
+        shards=_shards(tensors, guard, limit=options.max_shard_bytes),
+        guard=guard,
+        block=block,
+        coverage=_coverage(tensors),
+        notes=source.notes,
+    )
+    _check_coverage(plan, options)
+    return plan
+
+
+def _tied_head(source: Source) -> tuple[str, ...]:
+    """Stored copies of an lm_head that the config ties to the embedding, when they are indeed the same bytes."""
+    config = source.config
+    text = config.get("text_config")
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings") if isinstance(text, dict) else None)
+    heads = [name for name in source.tensors if name.endswith("lm_head.weight")]
+    embeddings = [name for name in source.tensors if name.endswith("embed_tokens.weight")]
+    if not tied or len(heads) != 1 or not embeddings:
+        return ()
+    head = source.tensors[heads[0]]
+    for name in embeddings:
+        same = source.tensors[name].shape == head.shape and source.tensors[name].dtype == head.dtype
+        if same and digest(source.read(name)) == digest(source.read(heads[0])):
+            return (heads[0],)
+    return ()
+
+
+def _lm_head(source: Source, *, tied: bool) -> dict[str, str | None]:
+    heads = [name for name in source.tensors if name.endswith("lm_head.weight")]
+    if tied or not heads:
+        raise UsageError(
+            "expected an lm_head of its own for --lm-head, got a model whose head is tied to the embedding; leave the option out"
+        )
+    return {name: None for name in heads}
+
+
+def _fp8_block(source: Source) -> tuple[int, int] | None:
+    """Block size of an FP8 source; UnsupportedError for any other quantised source."""
+    config = source.config
+    text = config.get("text_config")
+    entry = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
+    fp8 = [info.name for info in source.tensors.values() if info.dtype.startswith("F8_E4M3")]
+    if entry is None:
+        if fp8:
+            raise CheckpointError(
+                f"expected a quantization_config that explains the FP8 tensor {fp8[0]}, got none; use the original config.json"
+            )
+        packed = [name for name in source.tensors if name.endswith((".qweight", ".weight_packed", ".quant_state.bitsandbytes__nf4"))]
+        if packed:
+            raise UnsupportedError(f"expected float weights, got packed ones such as {packed[0]}; start from the unquantised model")
+        return None
+    method = entry.get("quant_method") if isinstance(entry, dict) else None
+    if method == "w3pack":
+        raise UnsupportedError(f"expected an unquantised checkpoint, got {source.location}, which w3pack has packed already")
+    if method != "fp8":
+        raise UnsupportedError(
+            f"expected a bf16, fp16, fp32, block-scaled FP8 or GGUF source, got quant_method {method!r}; "
+            "start from the unquantised model"
+        )
+    block = entry.get("weight_block_size")
+    if not (isinstance(block, list) and len(block) == 2 and all(type(side) is int and side > 0 for side in block)):
+        raise UnsupportedError(
+            f"expected an FP8 checkpoint with weight_block_size, got {block!r}; per-tensor FP8 scales are not supported, "
+            "start from the unquantised model"
+        )
+    return block[0], block[1]
+
+
+def _planned(
+    source: Source,
+    info: TensorInfo,
+    candidates: Mapping[str, str | None],
+    options: QuantizeOptions,
+    block: tuple[int, int] | None,
+    tied_head: tuple[str, ...],
+) -> PlannedTensor:
+    why = candidates[info.name]
+    fp8 = block is not None and info.dtype == "F8_E4M3"
+    scales = info.name + SCALE_SUFFIX if fp8 else None
+    if scales is not None and scales not in source.tensors:
+        raise CheckpointError(f"expected {scales} beside the FP8 weight {info.name}, got none; download the checkpoint completely")
+    if scales is not None and block is not None:
+        _check_grid(info, source.tensors[scales], block)
+    if block is not None and info.name.endswith(SCALE_SUFFIX) and info.name.removesuffix(SCALE_SUFFIX) in source.tensors:
+        if source.tensors[info.name.removesuffix(SCALE_SUFFIX)].dtype == "F8_E4M3":
+            return PlannedTensor(source=info, action="drop", reason="multiplied into its FP8 weight", outputs=())
+    if info.name in tied_head:
+        return PlannedTensor(source=info, action="drop", reason="the same bytes as the tied embedding", outputs=())
+    if why is not None:
+        if fp8:
+            kept = replace(info, dtype="BF16", nbytes=2 * info.nbytes)
+            return PlannedTensor(source=info, action="dequantize", reason=why, outputs=(kept,), scales=scales)
+        return PlannedTensor(source=info, action="copy", reason=why, outputs=(info,))
+    module = module_of(info.name)
+    rows, columns = info.shape
+    spec = LinearSpec(
+        rows=rows,
+        columns=columns,
+        group_size=options.group_size,
+        layout=options.layout,
+        maps=1,
+        qmap_dtype=options.qmap_dtype or "int8",
+        bias=names.tensor(module, names.BIAS) in source.tensors,
+    )
+    if options.qmap_per == "row":
+        spec = replace(spec, maps=spec.padded_rows)
+    outputs = tuple(
+        _info(names.tensor(module, part), dtype, shape)
+        for part, dtype, shape in (
+            (names.CODES, "I32", spec.codes_shape),
+            (names.SCALES, "F16", spec.scales_shape),
+            (names.QMAP, "I8" if spec.qmap_dtype == "int8" else "F16", spec.qmap_shape),
+        )
+    )
+    return PlannedTensor(source=info, action="quantize", reason="Linear of the decoder", outputs=outputs, spec=spec, scales=scales)
+
+
+def _check_grid(weight: TensorInfo, scales: TensorInfo, block: tuple[int, int]) -> None:
+    if len(weight.shape) < 2:
+        raise CheckpointError(f"expected the FP8 tensor {weight.name} to be a matrix, got shape {weight.shape}")
+    grid = (*weight.shape[:-2], -(-weight.shape[-2] // block[0]), -(-weight.shape[-1] // block[1]))
+    if scales.shape != grid:
+        raise CheckpointError(
+            f"expected {scales.name} of shape {grid} for blocks of {block}, got {scales.shape}; "
+            "the checkpoint contradicts its weight_block_size"
+        )
+
+
+def _info(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
+    nbytes = DTYPES[dtype].itemsize
+    for side in shape:
+        nbytes *= side
+    return TensorInfo(name=name, dtype=dtype, shape=shape, nbytes=nbytes, file="")
+
+
+def _guard(quantized: list[PlannedTensor]) -> TensorInfo:
+    """The guard goes under a plain Linear's stock name where there is one: every loader checks the shape of those."""
+    plain = [tensor for tensor in quantized if ".experts." not in tensor.module] or quantized
+    return _info(names.guard_tensor(plain[0].module), "U8", (len(names.GUARD_TEXT),))
+
+
+def _shards(tensors: tuple[PlannedTensor, ...], guard: TensorInfo, *, limit: int) -> dict[str, tuple[PlannedTensor, ...]]:
+    """Cut the planned tensors, in order, into files of at most `limit` bytes; one tensor's outputs stay together."""
+    groups: list[list[PlannedTensor]] = [[]]
+    filled = guard.nbytes
+    for tensor in tensors:
+        size = sum(info.nbytes for info in tensor.outputs)
+        if not size:
+            continue
+        if groups[-1] and filled + size > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(tensor)
+        filled += size
+    return {names.shard_file(n + 1, len(groups)): tuple(group) for n, group in enumerate(groups)}
+
+
+def _coverage(tensors: tuple[PlannedTensor, ...]) -> float:
+    total = sum(_elements(tensor.source) for tensor in tensors if is_matrix(tensor.source) and tensor.action != "drop")
+    done = sum(_elements(tensor.source) for tensor in tensors if tensor.action == "quantize" and is_matrix(tensor.source))
+    return done / total if total else 1.0
+
+
+def _elements(info: TensorInfo) -> int:
+    return info.nbytes // DTYPES[info.dtype].itemsize
+
+
+def _check_coverage(plan: Plan, options: QuantizeOptions) -> None:
+    floor = options.min_coverage
+    if floor is None:  # who names modules has said what they want
+        floor = 0.0 if options.skip or options.only else 0.9
+    if plan.coverage < floor:
+        kept = [t for t in plan.tensors if is_matrix(t.source) and t.action in ("copy", "dequantize")]
+        largest = max(kept, key=lambda tensor: tensor.source.nbytes)
+        raise UnsupportedError(
+            f"expected to quantise at least {floor:.0%} of the decoder's matrix weights, could only {plan.coverage:.1%}; "
+            f"the largest left is {largest.source.name} ({largest.reason}); pass --min-coverage 0 to go on all the same"
+        )
+
+
+def settings_fingerprint(options: QuantizeOptions, *, version: str) -> str:
+    """A text that is the same exactly when version and options would give the same bytes."""
+    return f"w3pack {version} format {FORMAT_VERSION} {options!r}"

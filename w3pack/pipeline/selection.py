@@ -1,0 +1,99 @@
+"""Which tensors of a checkpoint are Linears of the decoder, judged by name, dtype and shape alone.
+
+Tensors come from the files, not from modules, so the rules look at names as checkpoints write them. What the model class
+says (whether a loader will have a Linear there) is asked separately, by the caller's `loadable`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from w3pack.checkpoint.source import TensorInfo
+from w3pack.errors import UsageError
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.\d+\.")
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.([\w.]+)")
+_OTHER_TOWERS = ("vision", "visual", "audio", "image", "speech", "encoder", "projector")
+_ROUTERS = ("gate", "router", "shared_expert_gate", "gate_inp")
+FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3")
+
+
+def module_of(tensor: str) -> str:
+    """The module that owns a tensor: its name without the last component."""
+    return tensor.rpartition(".")[0]
+
+
+def in_decoder(name: str) -> bool:
+    """Whether a tensor belongs to a numbered layer of the text decoder, not to a vision or audio tower."""
+    parts = name.lower().split(".")
+    return _LAYER.search(name) is not None and not any(word in part for part in parts for word in _OTHER_TOWERS)
+
+
+def is_matrix(info: TensorInfo) -> bool:
+    """Whether the tensor counts as matrix weights of the decoder for the coverage figure."""
+    return len(info.shape) >= 2 and info.dtype in FLOATS and in_decoder(info.name) and not info.name.endswith(".bias")
+
+
+def why_not_linear(info: TensorInfo) -> str | None:
+    """None when the tensor is the weight of a decoder Linear; otherwise why it is kept as it is."""
+    leaf = module_of(info.name).rpartition(".")[2]
+    if info.dtype not in FLOATS:
+        return f"{info.dtype} data"
+    if not in_decoder(info.name):
+        return "outside the decoder's layers"
+    if len(info.shape) > 2:
+        return f"{len(info.shape)}-dimensional, not a Linear"
+    if len(info.shape) < 2 or not info.name.endswith(".weight"):
+        return "not a matrix"
+    if leaf in _ROUTERS:
+        return "router"
+    if "norm" in leaf or "embed" in leaf:
+        return "norm or embedding"
+    return None
+
+
+def kind_of(module: str) -> str:
+    """The kind under which the report sums up a module: its name without layer and expert numbers."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", _LAYER.split(module, maxsplit=1)[-1])
+
+
+def expert_of(module: str) -> tuple[str, int, str] | None:
+    """(experts module, number, projection) of one expert's Linear, or None."""
+    match = _EXPERT.fullmatch(module)
+    return (match[1], int(match[2]), match[3]) if match else None
+
+
+@dataclass(frozen=True)
+class Selector:
+    """`--skip` or `--only` entries: whole module names, or regular expressions after `re:` that match the whole name."""
+
+    entries: tuple[str, ...]
+
+    def matches(self, module: str) -> bool:
+        """Whether any entry means this module."""
+        return any(_entry_matches(entry, module) for entry in self.entries)
+
+    def check(self, modules: Collection[str], *, option: str) -> None:
+        """UsageError, listing near names, for an entry that means none of `modules`."""
+        for entry in self.entries:
+            if not any(_entry_matches(entry, module) for module in modules):
+                near = difflib.get_close_matches(entry.removeprefix("re:"), list(modules), n=3, cutoff=0.5)
+                hint = f"; near names: {', '.join(near)}" if near else f"; names look like {next(iter(modules), 'none')}"
+                raise UsageError(f"expected {option} {entry!r} to name a Linear of this checkpoint, got no match{hint}")
+
+
+def _entry_matches(entry: str, module: str) -> bool:
+    if entry.startswith("re:"):
+        try:
+            return re.fullmatch(entry[3:], module) is not None
+        except re.error as error:
+            raise UsageError(f"expected a regular expression after re:, got {entry[3:]!r} ({error}); mend it") from error
+    return entry == module
+
+
+def selector(entries: Iterable[str] | Sequence[str]) -> Selector:
+    """A `Selector` of the entries, without blanks around them."""
+    return Selector(tuple(entry.strip() for entry in entries if entry.strip()))
