@@ -3,7 +3,8 @@
     python scripts/measure_quality.py --model FOLDER_OR_GGUF --text FILE... --tokens 8192 --json OUT.json
 
 Every Linear of the decoder (not the head, not the embedding) is quantized and dequantized in memory, then perplexity,
-KL(source || model) and top-1 agreement are taken on windows of each text. Needs transformers (and gguf for a .gguf file).
+KL(source || model) and top-1 agreement are taken on windows of each text. Needs transformers, and gguf for a .gguf
+file. A --text may list several files, which are joined; repeat it for further texts.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def load(path: Path) -> tuple[Any, Any]:
     auto_tokenizer: Any = transformers.AutoTokenizer
     if path.is_dir():
         return auto_model.from_pretrained(path, dtype=torch.float32).eval(), auto_tokenizer.from_pretrained(path)
-    config: Any = transformers.GgufConfig(dequantize=True)  # type: ignore[attr-defined]
+    config: Any = transformers.GgufConfig(dequantize=True)
     model = auto_model.from_pretrained(
         path.parent, gguf_file=path.name, quantization_config=config, dtype=torch.float32
     ).eval()

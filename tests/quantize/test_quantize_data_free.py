@@ -91,7 +91,8 @@ def test_result_does_not_depend_on_threads_or_workers(per: str) -> None:
 
 def test_row_maps_differ_and_fit_better() -> None:
     weight = heavy_tailed(16, 1024)
-    weight[::2] = weight[::2].abs().pow(1.5) * weight[::2].sign()
+    weight[::2] = torch.sign(weight[::2])  # half of the rows hold two values only: no shared map suits both halves
+    weight[::2, ::3] *= 0.4
     shared = quantize_data_free(weight, QuantizeSettings())
     own = quantize_data_free(weight, QuantizeSettings(qmap_per="row"))
     assert own.qmap.shape == (16, 8)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 CODES = "codes"
 SCALES = "scales"
 QMAP = "qmap"
 BIAS = "bias"
 PACKED = (CODES, SCALES, QMAP)
+
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.([\w.]+)")
 
 MANIFEST = "w3pack.json"
 CONFIG = "config.json"
@@ -30,3 +34,9 @@ def guard_tensor(module: str) -> str:
 def shard_file(number: int, total: int) -> str:
     """File name of shard `number` (from 1) of `total`, as Hugging Face writes it."""
     return SINGLE_FILE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
+
+
+def expert_of(module: str) -> tuple[str, int, str] | None:
+    """(experts module, number, projection) of one expert's Linear, or None."""
+    match = _EXPERT.fullmatch(module)
+    return (match[1], int(match[2]), match[3]) if match else None

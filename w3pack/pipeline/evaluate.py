@@ -1,8 +1,9 @@
 """How far a model is from its source: perplexity, divergence and agreement on windows of tokens.
 
 Pure functions over anything that maps token ids to logits. The reference is run once and kept; every candidate is then
-compared with it on the same tokens. Divergence is KL(reference || model) of the next-token distributions in nats per token,
-the figure that follows the share of changed answers most closely ("Accuracy is Not All You Need", arXiv 2407.09141).
+compared with it on the same tokens. Divergence is KL(reference || model) of the next-token distributions in nats per
+token, the figure that follows the share of changed answers most closely
+("Accuracy is Not All You Need", arXiv 2407.09141).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Quality:
 
     Attributes:
         tokens: positions at which distributions were compared.
-        perplexity: exp of the mean negative log-likelihood of the text's own next tokens (the first of a window excluded).
+        perplexity: exp of the mean negative log-likelihood of the text's own next tokens, within each window.
         kl_mean: mean KL(reference || model), nats per token; None without a reference.
         kl_p99: 99th percentile of the same.
         top1_agreement: share of positions, 0..1, at which both hold the same token likeliest.
@@ -78,8 +79,8 @@ def reference_log_probabilities(
 ) -> list[torch.Tensor]:
     """What `evaluate` compares with: one [window, vocabulary] tensor per window.
 
-    float16 halves the memory; its rounding is finest where the probability is large, and adds less than 1e-4 nats (compare
-    the source with itself to see it).
+    float16 halves the memory; its rounding is finest where the probability is large, and adds less than 1e-4 nats
+    (compare the source with itself to see it).
     """
     return [log_probabilities(model, window).to(dtype) for window in windows]
 

@@ -15,7 +15,6 @@ from w3pack.checkpoint.source import TensorInfo
 from w3pack.errors import UsageError
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.\d+\.")
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.([\w.]+)")
 _OTHER_TOWERS = ("vision", "visual", "audio", "image", "speech", "encoder", "projector")
 _ROUTERS = ("gate", "router", "shared_expert_gate", "gate_inp")
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3")
@@ -58,12 +57,6 @@ def why_not_linear(info: TensorInfo) -> str | None:
 def kind_of(module: str) -> str:
     """The kind under which the report sums up a module: its name without layer and expert numbers."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", _LAYER.split(module, maxsplit=1)[-1])
-
-
-def expert_of(module: str) -> tuple[str, int, str] | None:
-    """(experts module, number, projection) of one expert's Linear, or None."""
-    match = _EXPERT.fullmatch(module)
-    return (match[1], int(match[2]), match[3]) if match else None
 
 
 @dataclass(frozen=True)

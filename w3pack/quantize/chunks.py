@@ -1,9 +1,9 @@
-"""Walk a matrix of groups in pieces that stay in the cache, on a few threads, with the same result for any number of them.
+"""Walk a matrix of groups in pieces that stay in the cache, on any number of threads with one result.
 
 Inside a chunk torch runs on one thread, so no sum is ever split between threads and results depend neither on `workers`
-nor on torch.set_num_threads. Chunks of 131,072 elements (512 KiB a buffer) were measured fastest on two cores: with 32,768
-the worker threads spend half their time handing the interpreter lock to each other (8 against 21 million weights a
-second). On other devices a few large pieces amortize the launches instead.
+nor on torch.set_num_threads. Chunks of 131,072 elements (512 KiB a buffer) were measured fastest on two cores: with
+32,768 the worker threads spend half their time handing the interpreter lock to each other (8 against 21 million weights
+a second). On other devices a few large pieces amortize the launches instead.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The groups of a weight, scaled to unit size, with the weights of their squared errors.
 
-The weight matrix [rows, columns] is read as [rows * groups_per_row, group_size]; a ragged last group is padded with zeros
-that carry no weight in any sum.
+The weight matrix [rows, columns] is read as [rows * groups_per_row, group_size]; a ragged last group is padded with
+zeros that carry no weight in any sum.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Batch:
 def make_batch(groups: torch.Tensor, *, last_of_row: torch.Tensor, ragged: int, power: float) -> Batch:
     """Scale groups to unit size and weigh their errors.
 
-    Without any data, the importance of a weight w in a group of mean square s^2 is (s^2 + w^2)^power. llama.cpp uses the
-    form with power 1 when it has no importance matrix; `power` was chosen by the divergence of real models (see
+    Without any data, the importance of a weight w in a group of mean square s^2 is (s^2 + w^2)^power. llama.cpp uses
+    the form with power 1 when it has no importance matrix; `power` was chosen by the divergence of real models (see
     `w3pack.quantize.linear`). Large weights matter more than their number says because training puts them where the
     activations are large.
 

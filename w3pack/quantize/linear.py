@@ -2,9 +2,10 @@
 
     W[n, k] ~ value(qmap[map_of(n), codes[n, k]]) * scales[n, k // group_size]
 
-The fit alternates nearest codes, least-squares scales and a least-squares map (Lloyd 1982, Max 1960, with a scale per group)
-on a sample of groups; then searches every group's scale for the rounded map; then rounds the scales and only then chooses
-the codes, so that codes answer for what is stored. Three things make it better in a model than a minimum-error map:
+The fit alternates nearest codes, least-squares scales and a least-squares map (Lloyd 1982, Max 1960, with a scale per
+group) on a sample of groups; then searches every group's scale for the rounded map; then rounds the scales and only
+then chooses the codes, so that codes answer for what is stored. Three things make it better in a model than a
+minimum-error map:
 
 * scales of either sign: an asymmetric map points its longer side at the side of the group that needs it;
 * an exact zero in the map;
@@ -153,8 +154,8 @@ def _refuse_non_finite(matrix: GroupMatrix, *, workers: int) -> None:
     bad = sum(run_chunks(count, _bounds(matrix), workers=workers))
     if bad:
         raise CheckpointError(
-            f"expected finite weights; got {bad} that are NaN or infinite; the source checkpoint is damaged or overflowed, "
-            "fetch it again or convert it from a wider dtype"
+            f"expected finite weights; got {bad} that are NaN or infinite; the source checkpoint is damaged or "
+            "overflowed, fetch it again or convert it from a wider dtype"
         )
 
 

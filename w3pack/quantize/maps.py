@@ -15,8 +15,8 @@ from w3pack.errors import UsageError
 ENTRIES = 8
 INT8_UNIT = 127
 
-# NF3: the quantile construction of NF4 (QLoRA, arXiv 2305.14314, appendix E) at three bits. Four quantiles of the normal
-# distribution on the negative side and five on the positive side share the exact zero; the outermost are set to -1 and 1.
+# NF3: the quantile construction of NF4 (QLoRA, arXiv 2305.14314, appendix E) at three bits. Four quantiles of the
+# normal distribution on the negative side and five on the positive side share the exact zero; the ends are -1 and 1.
 _NF3 = (
     -1.0,
     -0.5350227355957031,
@@ -28,7 +28,7 @@ _NF3 = (
     1.0,
 )
 
-# Lloyd-Max levels of the unit normal distribution for eight levels (Max 1960; the p = 1 grid of HIGGS, arXiv 2411.17525).
+# Lloyd-Max levels of the unit normal distribution for eight levels (Max 1960; HIGGS p = 1, arXiv 2411.17525).
 _GAUSSIAN_SIGMA = (0.2451, 0.7560, 1.3439, 2.1519)
 
 
@@ -104,8 +104,8 @@ def check_fixed_map(qmap: torch.Tensor, *, rows: int) -> torch.Tensor:
     """A caller's map in canonical form, or an error that says what is wrong with it.
 
     Args:
-        qmap: [8] or [maps, 8] with maps 1 or `rows`; int8 (meaning q / 127) or any floating dtype; ascending in each row;
-            magnitudes of at most 1.
+        qmap: [8] or [maps, 8] with maps 1 or `rows`; int8 (meaning q / 127) or any floating dtype; ascending in each
+            row; magnitudes of at most 1.
         rows: number of rows of the weight.
 
     Returns:

@@ -1,8 +1,8 @@
 """Scales for a given map, and a map for given scales: the two halves of the alternation.
 
-Both minimize sum(importance * (w - scale * value)^2) over groups that are divided by their largest magnitude, so candidate
-scales are plain numbers and overflow cannot happen. For fixed codes the best scale of a group is the weighted projection
-A / B with A = sum(importance * w * value) and B = sum(importance * value^2), and the error it leaves is
+Both minimize sum(importance * (w - scale * value)^2) over groups that are divided by their largest magnitude, so
+candidate scales are plain numbers and overflow cannot happen. For fixed codes the best scale of a group is the weighted
+projection A / B with A = sum(importance * w * value) and B = sum(importance * value^2), and the error it leaves is
 sum(importance * w^2) - A^2 / B: a candidate is judged by A^2 / B alone, after its own least-squares refit.
 """
 
@@ -14,7 +14,7 @@ import torch
 
 from w3pack.quantize.groups import TINY, Batch
 from w3pack.quantize.maps import ENTRIES
-from w3pack.quantize.nearest import Levels, nearest_values
+from w3pack.quantize.nearest import Levels, comparisons, nearest_values
 
 
 def projection(batch: Batch, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,8 +67,8 @@ def map_sums(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Numerator and denominator of the least-squares map, group by group.
 
-    For fixed codes and scales the best entry q is sum(importance * scale * w) / sum(importance * scale^2) over the weights
-    coded q. Sums over "code above i" need one comparison each; differences of neighbours are the sums per code.
+    For fixed codes and scales the best entry q is sum(importance * scale * w) / sum(importance * scale^2) over the
+    weights coded q. Sums over "code above i" need one comparison each; differences of neighbours are the sums per code.
 
     Args:
         batch: n groups.
@@ -82,11 +82,9 @@ def map_sums(
     """
     levels = Levels.of(table)
     unit = batch.unit / scale.unsqueeze(1)
-    above = torch.empty_like(unit)
     first = [batch.weighted.sum(dim=1)]
     second = [batch.importance.sum(dim=1)]
-    for threshold in levels.thresholds:
-        torch.gt(unit, threshold, out=above)
+    for above in comparisons(unit, levels):
         first.append((above * batch.weighted).sum(dim=1))
         second.append(above.mul_(batch.importance).sum(dim=1))
     importance = batch.peak.to(torch.float64).pow(emphasis) if emphasis else (batch.peak > 0).to(torch.float64)
@@ -106,8 +104,8 @@ def _differences(cumulative: list[torch.Tensor]) -> torch.Tensor:
 def solve_map(numerator: torch.Tensor, denominator: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     """The map that the sums ask for: ascending, one entry exactly zero, largest magnitude 1.
 
-    The zero is not the least-squares answer but what keeps models alive: without it the many small weights beside a large
-    one become noise on its massive activation. An entry that no weight uses keeps its old value.
+    The zero is not the least-squares answer but what keeps models alive: without it the many small weights beside a
+    large one become noise on its massive activation. An entry that no weight uses keeps its old value.
 
     Args:
         numerator: float64 [maps, 8].

@@ -1,0 +1,118 @@
+"""What transformers calls while it loads or saves a w3pack checkpoint.
+
+Only hooks that are the same in transformers 5.17 to 5.24 are used: the skeleton is changed before the weights are loaded,
+checked after, and the state dict is completed (guard tensor) before it is saved.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from w3pack.errors import CheckpointError, UnsupportedError
+from w3pack.format import names
+from w3pack.format.config import QUANT_METHOD, W3Config
+from w3pack.integrations.hf_names import describe_experts, name_resolver
+from w3pack.runtime.build import check_files, check_loaded, replace_modules
+
+
+class W3QuantizationConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transformers is not typed
+    """The `quantization_config` of config.json; `w3` is its typed form."""
+
+    def __init__(self, **entries: Any) -> None:
+        self.quant_method = QUANT_METHOD
+        self.w3 = W3Config.from_dict({"quant_method": QUANT_METHOD, **entries})
+        self._entries = dict(entries)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The dictionary as it was read."""
+        return {**self._entries, "quant_method": QUANT_METHOD}
+
+    def __iter__(self) -> Any:
+        yield from self.to_dict().items()
+
+
+class W3HfQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Loads what `w3pack quantize` wrote."""
+
+    requires_calibration = True  # transformers' word for: this method only loads, it does not quantise on the fly
+
+    def __init__(self, quantization_config: W3QuantizationConfig, **kwargs: Any) -> None:
+        if not kwargs.get("pre_quantized", True):
+            raise UnsupportedError(
+                "expected a checkpoint that w3pack has packed, got a float model with a w3pack quantization_config; "
+                "run `w3pack quantize MODEL -o OUT` and load OUT"
+            )
+        super().__init__(quantization_config, **kwargs)
+        self._paths: dict[str, str] = {}
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        config: W3Config = self.quantization_config.w3
+        files = [Path(file) for file in kwargs.get("checkpoint_files") or []]
+        if files and all(file.suffix == ".safetensors" for file in files):
+            check_files(files, config)
+        dtype = kwargs.get("dtype")
+        self._paths = replace_modules(
+            model,
+            config,
+            resolve=name_resolver(model),
+            describe=describe_experts,
+            dtype=dtype if isinstance(dtype, torch.dtype) else torch.get_default_dtype(),
+        )
+        _ignore_guard(model, self._paths[config.guard])
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        missing = _never_loaded(model)
+        if missing:
+            raise CheckpointError(
+                f"expected every parameter in the checkpoint, {len(missing)} missing such as {missing[0]}; "
+                "copy the checkpoint completely"
+            )
+        check_loaded(model)
+        return model
+
+    def get_state_dict_and_metadata(self, model: Any, *args: Any, **kwargs: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """The model's tensors and the guard, so that a saved checkpoint is as safe to load as the first."""
+        state = model.state_dict()
+        guard = self._paths[self.quantization_config.w3.guard]
+        state[names.guard_tensor(guard)] = torch.frombuffer(bytearray(names.GUARD_TEXT), dtype=torch.uint8)
+        return state, {}
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """save_pretrained writes the same tensors again."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Codes are frozen."""
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        """The op has a fake implementation and no graph break."""
+        return True
+
+
+def _ignore_guard(model: Any, path: str) -> None:
+    """Tell transformers that the guard tensor is in the files on purpose."""
+    patterns = [re.escape(names.guard_tensor(path)) + "$"]
+    experts = re.fullmatch(r"(.*\.experts)\.\d+\.\w+", path)
+    if experts is not None:  # transformers' own merging of experts renames the key before it looks it up
+        patterns.append(re.escape(experts[1]) + r"\.(gate_up_proj|down_proj)$")
+    model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *patterns}
+
+
+def _never_loaded(model: Any) -> list[str]:
+    """Parameters that no file provided: transformers marks each one that it has set."""
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if name not in tied and parameter.device.type != "meta" and not getattr(parameter, "_is_hf_initialized", False)
+    ]

@@ -1,0 +1,63 @@
+"""Ask the model class, before any work, which modules a packed checkpoint could be loaded into."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from w3pack.checkpoint.source import Source
+from w3pack.errors import UnsupportedError
+from w3pack.format import names
+from w3pack.integrations.hf_names import describe_experts, name_resolver
+from w3pack.pipeline.plan import Loadable
+from w3pack.runtime.build import why_not_loadable
+
+
+def skeleton(config: Mapping[str, Any]) -> Any:
+    """The model of a config on the meta device: its modules and shapes without any memory.
+
+    Raises:
+        UnsupportedError: a model_type or architecture that the installed transformers does not know.
+    """
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model_type = config.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise UnsupportedError(
+            f"expected a model_type that transformers {transformers.__version__} knows, got {model_type!r}; "
+            "upgrade transformers, or check config.json (models with their own code are not supported)"
+        )
+    entries = {key: value for key, value in config.items() if key not in ("quantization_config", "model_type")}
+    try:
+        parsed = CONFIG_MAPPING[model_type].from_dict(entries)
+        architecture = (config.get("architectures") or [None])[0]
+        model_class = getattr(transformers, architecture or "", None)
+        with torch.device("meta"):
+            if model_class is not None and hasattr(model_class, "_from_config"):
+                return model_class._from_config(parsed)
+            return transformers.AutoModelForCausalLM.from_config(parsed)
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+        raise UnsupportedError(
+            f"expected a causal language model that transformers {transformers.__version__} can build from config.json, "
+            f"got model_type {model_type!r}: {str(error).splitlines()[0][:200]}"
+        ) from error
+
+
+def loadable_for(source: Source) -> Loadable:
+    """The question `make_plan` asks, answered by the class that config.json names."""
+
+    def loadable(modules: Collection[str]) -> Mapping[str, str]:
+        model = skeleton(source.config)
+        resolve = name_resolver(model)
+        refused: dict[str, str] = {}
+        for module in modules:
+            rows, columns = source.tensors[names.tensor(module, "weight")].shape
+            why = why_not_loadable(model, module, rows, columns, resolve=resolve, describe=describe_experts)
+            if why is not None:
+                refused[module] = why
+        return refused
+
+    return loadable

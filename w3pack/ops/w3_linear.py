@@ -1,0 +1,141 @@
+"""`torch.ops.w3pack.w3_linear`: x W^T + bias with W in W3 form.
+
+One schema for every device. The implementation for all devices is, for now, the reference: unpack once for the call, then
+torch's own matmul. Differentiable in x (adapters and prompts can be trained on top of frozen codes), not in the weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from w3pack.errors import UnsupportedError
+from w3pack.format.layout import VECTORS, Layout
+from w3pack.format.linear import LinearSpec
+from w3pack.reference import w3
+
+_SCHEMA = (
+    "w3_linear(Tensor x, Tensor codes, Tensor scales, Tensor qmap, Tensor? bias, "
+    "int rows, int columns, int group_size) -> Tensor"
+)
+_library = torch.library.Library("w3pack", "FRAGMENT")
+_library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def describe(
+    codes: torch.Tensor, scales: torch.Tensor, qmap: torch.Tensor, *, rows: int, columns: int, group_size: int
+) -> LinearSpec:
+    """The spec that the op's arguments stand for; the layout is read off the number of vectors.
+
+    Raises:
+        UnsupportedError: shapes or dtypes that do not belong together.
+    """
+    layouts: dict[int, Layout] = {count: layout for layout, count in VECTORS.items()}
+    if codes.dim() != 5 or codes.shape[2] not in layouts or codes.dtype != torch.int32:
+        raise UnsupportedError(f"expected int32 code words with 3 or 4 vectors a tile, got {codes.dtype} {tuple(codes.shape)}")
+    if qmap.dim() != 2 or qmap.dtype not in (torch.int8, torch.float16):
+        raise UnsupportedError(f"expected an int8 or float16 map [maps, 8], got {qmap.dtype} {tuple(qmap.shape)}")
+    spec = LinearSpec(
+        rows=rows,
+        columns=columns,
+        group_size=group_size,
+        layout=layouts[codes.shape[2]],
+        maps=qmap.shape[0],
+        qmap_dtype="int8" if qmap.dtype == torch.int8 else "float16",
+        bias=False,
+    )
+    for name, tensor, shape in (
+        ("codes", codes, spec.codes_shape),
+        ("scales", scales, spec.scales_shape),
+        ("qmap", qmap, spec.qmap_shape),
+    ):
+        if tuple(tensor.shape) != shape:
+            raise UnsupportedError(f"expected {name} of shape {shape} for {rows} x {columns}, got {tuple(tensor.shape)}")
+    if scales.dtype != torch.float16:
+        raise UnsupportedError(f"expected float16 scales, got {scales.dtype}")
+    return spec
+
+
+def _check_x(x: torch.Tensor, columns: int) -> None:
+    if x.dim() < 1 or x.shape[-1] != columns or not x.is_floating_point():
+        raise UnsupportedError(f"expected a float x of shape [..., {columns}], got {x.dtype} {tuple(x.shape)}")
+
+
+def _run(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    qmap: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: int,
+    columns: int,
+    group_size: int,
+) -> torch.Tensor:
+    _check_x(x, columns)
+    spec = describe(codes, scales, qmap, rows=rows, columns=columns, group_size=group_size)
+    return w3.linear(x, codes, scales, qmap, bias, spec=spec)
+
+
+def _fake(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    qmap: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: int,
+    columns: int,
+    group_size: int,
+) -> torch.Tensor:
+    _check_x(x, columns)
+    return x.new_empty((*x.shape[:-1], rows))
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, codes, scales, qmap, _, *sizes = inputs
+    ctx.save_for_backward(codes, scales, qmap)
+    ctx.sizes = sizes
+    ctx.bias_shape = None if inputs[4] is None else inputs[4].shape
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    codes, scales, qmap = ctx.saved_tensors
+    rows, columns, group_size = ctx.sizes
+    spec = describe(codes, scales, qmap, rows=rows, columns=columns, group_size=group_size)
+    weight = w3.dequantize(codes, scales, qmap, spec=spec, dtype=gradient.dtype)
+    bias = gradient.reshape(-1, rows).sum(dim=0) if ctx.needs_input_grad[4] else None
+    return gradient @ weight, None, None, None, bias, None, None, None
+
+
+_library.impl("w3_linear", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("w3pack::w3_linear", _fake, lib=_library)
+torch.library.register_autograd("w3pack::w3_linear", _backward, setup_context=_save_for_backward, lib=_library)
+
+
+def w3_linear(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    qmap: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    rows: int,
+    columns: int,
+    group_size: int,
+) -> torch.Tensor:
+    """Call the op.
+
+    Args:
+        x: floating [..., columns], any leading shape, also empty.
+        codes: int32 [rows/64, columns/64, 3 or 4, 32, 4] (padded), dense or nibble layout.
+        scales: float16 [rows/64, columns/group_size, 8, 8].
+        qmap: int8 or float16 [maps, 8].
+        bias: [rows] or None.
+        rows, columns: logical out_features and in_features.
+        group_size: columns that share a scale, a multiple of 64.
+
+    Returns:
+        [..., rows] in x's dtype.
+    """
+    result: torch.Tensor = torch.ops.w3pack.w3_linear(x, codes, scales, qmap, bias, rows, columns, group_size)
+    return result

@@ -1,0 +1,195 @@
+"""Put packed modules into a model's skeleton, and check what a loader has put into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from w3pack.checkpoint.tensor_file import read_header
+from w3pack.errors import CheckpointError, UnsupportedError
+from w3pack.format import names
+from w3pack.format.config import W3Config
+from w3pack.format.linear import LinearSpec
+from w3pack.runtime.experts import Expert, W3Experts
+from w3pack.runtime.linear import W3Linear
+
+#: Checkpoint name of a module -> its path in the model.
+Resolve = Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class ExpertStack:
+    """How a model holds experts that the checkpoint stores one by one.
+
+    `intermediate` and `hidden` are the sizes of each expert; `activation` is applied to the gate.
+    """
+
+    experts: int
+    hidden: int
+    intermediate: int
+    activation: Callable[[torch.Tensor], torch.Tensor]
+
+
+#: Describes a module as an `ExpertStack`, or says None when it is not one that `W3Experts` computes.
+DescribeExperts = Callable[[nn.Module], ExpertStack | None]
+
+
+def why_not_loadable(
+    model: nn.Module, module: str, spec_rows: int, spec_columns: int, *, resolve: Resolve, describe: DescribeExperts
+) -> str | None:
+    """None when `module` of the checkpoint can be replaced in `model`; otherwise the reason."""
+    expert = names.expert_of(module)
+    if expert is not None:
+        stack = _find(model, resolve(expert[0]))
+        if stack is not None and describe(stack) is not None:
+            return None
+        if stack is not None and not isinstance(stack, nn.ModuleList):
+            return f"the model class holds {type(stack).__name__}, experts that w3pack cannot run"
+    found = _find(model, resolve(module))
+    if found is None:
+        return "the model class has no such module"
+    if type(found) is not nn.Linear:
+        return f"the model class has a {type(found).__name__} there, not a Linear"
+    if (found.out_features, found.in_features) != (spec_rows, spec_columns):
+        return f"the model class has a Linear of {found.out_features} x {found.in_features} there"
+    return None
+
+
+def _find(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _place(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, leaf = path.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)
+
+
+def replace_modules(
+    model: nn.Module, config: W3Config, *, resolve: Resolve, describe: DescribeExperts, dtype: torch.dtype
+) -> dict[str, str]:
+    """Replace every quantised module of `config` in a model on the meta device.
+
+    Returns:
+        Checkpoint name -> path in the model, for all quantised modules.
+
+    Raises:
+        UnsupportedError: a module of the config that the model has not, or that is no Linear of its shape.
+    """
+    placed: dict[str, str] = {}
+    stacks: dict[str, dict[int, dict[str, LinearSpec]]] = {}
+    for name, spec in config.modules.items():
+        expert = names.expert_of(name)
+        if expert is not None and (stack := _find(model, resolve(expert[0]))) is not None and describe(stack) is not None:
+            path = resolve(expert[0])
+            stacks.setdefault(path, {}).setdefault(expert[1], {})[expert[2]] = spec
+            placed[name] = f"{path}.{expert[1]}.{expert[2]}"
+            continue
+        why = why_not_loadable(model, name, spec.rows, spec.columns, resolve=resolve, describe=describe)
+        if why is not None:
+            raise UnsupportedError(
+                f"expected to place the packed {name} in {type(model).__name__}, but {why}; "
+                "load it with the class named in config.json"
+            )
+        placed[name] = resolve(name)
+        _place(model, placed[name], W3Linear(spec, dtype=dtype, device="meta"))
+    for path, experts in stacks.items():
+        _place(model, path, _packed_experts(model, path, experts, describe=describe, dtype=dtype))
+    return placed
+
+
+def _packed_experts(
+    model: nn.Module,
+    path: str,
+    experts: Mapping[int, Mapping[str, LinearSpec]],
+    *,
+    describe: DescribeExperts,
+    dtype: torch.dtype,
+) -> W3Experts:
+    stack = describe(model.get_submodule(path))
+    if stack is None or max(experts) >= stack.experts:
+        raise UnsupportedError(f"expected experts below {stack.experts if stack else 0} at {path}, got {max(experts)}")
+    seen = {projection for specs in experts.values() for projection in specs}
+    legacy = bool(seen & {"w1", "w2", "w3"})
+    gate, up, down = ("w1", "w3", "w2") if legacy else ("gate_proj", "up_proj", "down_proj")
+    shapes = {
+        gate: (stack.intermediate, stack.hidden),
+        up: (stack.intermediate, stack.hidden),
+        down: (stack.hidden, stack.intermediate),
+    }
+    packed = []
+    for number in range(stack.experts):
+        projections: dict[str, nn.Module] = {}
+        for projection, (rows, columns) in shapes.items():
+            spec = experts.get(number, {}).get(projection)
+            if spec is None:  # one that stayed in floats: mixed precision inside a layer is legal
+                projections[projection] = nn.Linear(columns, rows, bias=False, device="meta", dtype=dtype)
+            elif (spec.rows, spec.columns) != (rows, columns):
+                raise UnsupportedError(
+                    f"expected {path}.{number}.{projection} of {rows} x {columns}, got {spec.rows} x {spec.columns}"
+                )
+            else:
+                projections[projection] = W3Linear(spec, dtype=dtype, device="meta")
+        packed.append(Expert(projections))
+    return W3Experts(packed, stack.activation)
+
+
+def check_files(files: list[Path], config: W3Config) -> None:
+    """Compare the headers of a checkpoint's files with its config, before anything is loaded.
+
+    Raises:
+        CheckpointError: naming a tensor of a quantised module that is missing, of the wrong dtype or shape, or a packed
+            tensor that no module of the config owns; or a file that is truncated.
+    """
+    found = {name: stored.info for file in files for name, stored in read_header(file).items()}
+    for module, spec in config.modules.items():
+        expected: dict[str, tuple[str, tuple[int, ...]]] = {
+            names.CODES: ("I32", spec.codes_shape),
+            names.SCALES: ("F16", spec.scales_shape),
+            names.QMAP: ("I8" if spec.qmap_dtype == "int8" else "F16", spec.qmap_shape),
+        }
+        for part, (dtype, shape) in expected.items():
+            name = names.tensor(module, part)
+            info = found.get(name)
+            if info is None:
+                raise CheckpointError(f"expected tensor {name} in the checkpoint, got none; copy the checkpoint completely")
+            if info.dtype != dtype or info.shape != shape:
+                raise CheckpointError(
+                    f"expected {name} to be {dtype} {list(shape)}, got {info.dtype} {list(info.shape)}; "
+                    "config.json and the weights do not belong together"
+                )
+        bias = names.tensor(module, names.BIAS)
+        if spec.bias != (bias in found):
+            raise CheckpointError(
+                f"expected {'a' if spec.bias else 'no'} tensor {bias}, got {'none' if spec.bias else 'one'}; "
+                "config.json and the weights do not belong together"
+            )
+        if spec.bias and found[bias].shape != (spec.rows,):
+            raise CheckpointError(f"expected {bias} of shape {[spec.rows]}, got {list(found[bias].shape)}")
+    for name in found:
+        module, _, part = name.rpartition(".")
+        if module in config.modules and part not in (*names.PACKED, names.BIAS):
+            if part == "weight" and module == config.guard:
+                continue
+            raise CheckpointError(f"expected only packed tensors for {module}, got {name}; config.json and the weights do not belong together")
+        if part in (names.CODES, names.QMAP) and module not in config.modules:
+            raise CheckpointError(
+                f"expected every packed tensor to belong to a module of quantization_config, got {name}; "
+                "config.json and the weights do not belong together"
+            )
+
+
+def check_loaded(model: nn.Module) -> None:
+    """UnsupportedError or CheckpointError naming a packed tensor that a loader changed or that holds impossible values."""
+    for path, module in model.named_modules():
+        if not isinstance(module, W3Linear):
+            continue
+        module.check(path)
+        if module.scales.device.type != "meta" and not bool(torch.isfinite(module.scales).all()):
+            raise CheckpointError(f"expected finite scales in {path}.scales, got NaN or infinity; the checkpoint is damaged")

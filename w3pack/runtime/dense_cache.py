@@ -1,0 +1,60 @@
+"""How much memory the CPU path may spend on unpacked matrices.
+
+Unpacking costs far more than a matmul with one token, so a CPU user wants each matrix unpacked once; but the point of
+3 bits may be that the model does not fit otherwise. Policy: matrices are kept, first come first kept, while their sum
+stays within a budget; later ones are unpacked for each call. The budget is half of the memory that was available when the
+first matrix asked, and never more than leaves 1 GiB free; `set_budget` overrides it (0 keeps nothing).
+"""
+
+from __future__ import annotations
+
+import threading
+
+_GIB = 1 << 30
+_lock = threading.Lock()
+_budget: int | None = None
+_used = 0
+
+
+def available_bytes() -> int:
+    """Memory that can be taken without swapping, in bytes; 0 where the system does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return 1024 * int(line.split()[1])
+    except OSError:
+        pass
+    return 0
+
+
+def set_budget(nbytes: int | None) -> None:
+    """Bytes that unpacked matrices may take in this process from now on; None returns to the policy above."""
+    global _budget
+    with _lock:
+        _budget = nbytes
+
+
+def admit(nbytes: int) -> bool:
+    """Whether another matrix of `nbytes` may be kept; if so it is counted."""
+    global _budget, _used
+    with _lock:
+        if _budget is None:
+            free = available_bytes()
+            _budget = max(0, min(free // 2, free - _GIB))
+        if _used + nbytes > _budget:
+            return False
+        _used += nbytes
+        return True
+
+
+def release(nbytes: int) -> None:
+    """Give back what `admit` counted."""
+    global _used
+    with _lock:
+        _used -= nbytes
+
+
+def used_bytes() -> int:
+    """Bytes that unpacked matrices take now."""
+    return _used

@@ -1,0 +1,132 @@
+"""`W3Linear`: a Linear whose weight is codes, scales and a map."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from w3pack.errors import UnsupportedError
+from w3pack.format.linear import LinearSpec
+from w3pack.ops.w3_linear import w3_linear
+from w3pack.reference import w3
+from w3pack.runtime import dense_cache
+
+_STORED = ("codes", "scales", "qmap")
+
+
+class W3Linear(nn.Module):
+    """y = x W^T + bias, with W of `spec.rows` x `spec.columns` held in 3 bits.
+
+    Parameters, all frozen: `codes` int32, `scales` float16, `qmap` int8 or float16, `bias` (or None). Their dtypes never
+    change, whatever dtype the module is moved to; only `bias` follows.
+
+    On a CPU the unpacked matrix may be kept between calls (`dense_cache`): a matmul on it is as fast as a stock Linear.
+    """
+
+    def __init__(
+        self, spec: LinearSpec, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> None:
+        """Uninitialised parameters of the shapes that `spec` gives; `dtype` is the bias's."""
+        super().__init__()
+        self.spec = spec
+        self.in_features = spec.columns
+        self.out_features = spec.rows
+        qmap_dtype = torch.int8 if spec.qmap_dtype == "int8" else torch.float16
+        self.codes = _frozen(torch.empty(spec.codes_shape, dtype=torch.int32, device=device))
+        self.scales = _frozen(torch.empty(spec.scales_shape, dtype=torch.float16, device=device))
+        self.qmap = _frozen(torch.empty(spec.qmap_shape, dtype=qmap_dtype, device=device))
+        self.bias = _frozen(torch.empty(spec.rows, dtype=dtype, device=device)) if spec.bias else None
+        self._dense: torch.Tensor | None = None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Refused: there is no float weight to share or to edit. `dequantized_weight` makes one."""
+        raise AttributeError(
+            "a W3Linear has no float weight (its parameters are codes, scales and qmap); "
+            "call dequantized_weight() for a copy of the matrix they stand for"
+        )
+
+    def dequantized_weight(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The matrix that the parameters stand for, [rows, columns], a new tensor."""
+        return w3.dequantize(self.codes, self.scales, self.qmap, spec=self.spec, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x floating [..., columns] -> [..., rows] in x's dtype."""
+        if not torch.compiler.is_compiling() and x.device.type == "cpu":
+            dense = self._dense_weight(x.dtype)
+            if dense is not None:
+                return nn.functional.linear(x, dense, None if self.bias is None else self.bias.to(x.dtype))
+        return w3_linear(
+            x,
+            self.codes,
+            self.scales,
+            self.qmap,
+            self.bias,
+            rows=self.spec.rows,
+            columns=self.spec.columns,
+            group_size=self.spec.group_size,
+        )
+
+    def _dense_weight(self, dtype: torch.dtype) -> torch.Tensor | None:
+        if self._dense is not None and self._dense.dtype == dtype:
+            return self._dense
+        nbytes = self.spec.weights * dtype.itemsize
+        if self._dense is None and not dense_cache.admit(nbytes):
+            return None
+        self._dense = self.dequantized_weight(dtype)
+        return self._dense
+
+    def drop_dense(self) -> None:
+        """Forget the unpacked matrix and give its memory back."""
+        if self._dense is not None:
+            dense_cache.release(self._dense.nbytes)
+            self._dense = None
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> W3Linear:
+        self.drop_dense()
+        before = {name: getattr(self, name) for name in _STORED}
+        super()._apply(fn, recurse)
+        for name, stored in before.items():
+            moved = getattr(self, name)
+            if moved.dtype != stored.dtype:  # a cast to another float dtype: only the device may follow
+                exact = stored if stored.device == moved.device else stored.to(moved.device)
+                setattr(self, name, _frozen(exact.data))
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_dense": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> W3Linear:
+        copy = W3Linear(self.spec, dtype=None if self.bias is None else self.bias.dtype, device="meta")
+        memo[id(self)] = copy
+        for name in (*_STORED, "bias"):
+            value = getattr(self, name)
+            setattr(copy, name, None if value is None else _frozen(value.data.clone()))
+        return copy.train(self.training)
+
+    def extra_repr(self) -> str:
+        """Shape and form, for print(model)."""
+        s = self.spec
+        return (
+            f"in_features={s.columns}, out_features={s.rows}, bias={s.bias}, group_size={s.group_size}, "
+            f"layout={s.layout}, maps={s.maps}, qmap={s.qmap_dtype}"
+        )
+
+    def check(self, name: str) -> None:
+        """UnsupportedError naming the tensor when one is on meta or not of the shape and dtype of the spec."""
+        shapes = {"codes": self.spec.codes_shape, "scales": self.spec.scales_shape, "qmap": self.spec.qmap_shape}
+        dtypes = {"codes": torch.int32, "scales": torch.float16}
+        dtypes["qmap"] = torch.int8 if self.spec.qmap_dtype == "int8" else torch.float16
+        for part in _STORED:
+            tensor = getattr(self, part)
+            if tuple(tensor.shape) != shapes[part] or tensor.dtype != dtypes[part]:
+                raise UnsupportedError(
+                    f"expected {name}.{part} to be {dtypes[part]} {shapes[part]}, got {tensor.dtype} {tuple(tensor.shape)}"
+                )
+
+
+def _frozen(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
