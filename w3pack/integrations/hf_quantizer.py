@@ -14,11 +14,12 @@ import torch
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from w3pack.checkpoint.validate import check_files
 from w3pack.errors import CheckpointError, UnsupportedError
 from w3pack.format import names
 from w3pack.format.config import QUANT_METHOD, W3Config
 from w3pack.integrations.hf_names import describe_experts, name_resolver
-from w3pack.runtime.build import check_files, check_loaded, replace_modules
+from w3pack.runtime.build import check_loaded, replace_modules
 
 
 class W3QuantizationConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transformers is not typed

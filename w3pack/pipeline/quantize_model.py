@@ -153,7 +153,7 @@ def _process(
 ) -> None:
     name = tensor.source.name
     if tensor.action == "quantize" and tensor.spec is not None:
-        weight = _read_float(job, tensor)
+        weight = read_float(job.source, tensor, job.plan.block)
         result = quantize_weight(
             weight.to(device),
             tensor.spec,
@@ -175,7 +175,7 @@ def _process(
             "error": {"squared_error": error.squared_error, "squared_weight": error.squared_weight},
         }
     elif tensor.action == "dequantize":
-        _write(writer, name, _read_float(job, tensor).to(DTYPES[tensor.outputs[0].dtype]), record)
+        _write(writer, name, read_float(job.source, tensor, job.plan.block).to(DTYPES[tensor.outputs[0].dtype]), record)
     else:
         data = job.source.read(name)
         check_finite(data, name)
@@ -187,11 +187,15 @@ def _write(writer: ShardWriter, name: str, data: torch.Tensor, record: dict[str,
     record["tensors"][name] = {"dtype": str(data.dtype).removeprefix("torch."), "shape": list(data.shape), "sha256": digest(data)}
 
 
-def _read_float(job: Job, tensor: PlannedTensor) -> torch.Tensor:
-    """A source weight as float32 on the CPU; FP8 blocks multiplied by their scales."""
-    data = job.source.read(tensor.source.name)
-    if tensor.scales is not None and job.plan.block is not None:
-        data = dequantize_blocks(data, job.source.read(tensor.scales), block=job.plan.block)
+def read_float(source: Source, tensor: PlannedTensor, block: tuple[int, int] | None) -> torch.Tensor:
+    """A source weight as float32 on the CPU; FP8 blocks multiplied by their scales.
+
+    Raises:
+        CheckpointError: NaN or infinite weights.
+    """
+    data = source.read(tensor.source.name)
+    if tensor.scales is not None and block is not None:
+        data = dequantize_blocks(data, source.read(tensor.scales), block=block)
     data = data.to(torch.float32)
     check_finite(data, tensor.source.name)
     return data

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from w3pack.checkpoint.tensor_file import read_header
 from w3pack.errors import CheckpointError, UnsupportedError
 from w3pack.format import names
 from w3pack.format.config import W3Config
@@ -138,51 +136,6 @@ def _packed_experts(
                 projections[projection] = W3Linear(spec, dtype=dtype, device="meta")
         packed.append(Expert(projections))
     return W3Experts(packed, stack.activation)
-
-
-def check_files(files: list[Path], config: W3Config) -> None:
-    """Compare the headers of a checkpoint's files with its config, before anything is loaded.
-
-    Raises:
-        CheckpointError: naming a tensor of a quantised module that is missing, of the wrong dtype or shape, or a packed
-            tensor that no module of the config owns; or a file that is truncated.
-    """
-    found = {name: stored.info for file in files for name, stored in read_header(file).items()}
-    for module, spec in config.modules.items():
-        expected: dict[str, tuple[str, tuple[int, ...]]] = {
-            names.CODES: ("I32", spec.codes_shape),
-            names.SCALES: ("F16", spec.scales_shape),
-            names.QMAP: ("I8" if spec.qmap_dtype == "int8" else "F16", spec.qmap_shape),
-        }
-        for part, (dtype, shape) in expected.items():
-            name = names.tensor(module, part)
-            info = found.get(name)
-            if info is None:
-                raise CheckpointError(f"expected tensor {name} in the checkpoint, got none; copy the checkpoint completely")
-            if info.dtype != dtype or info.shape != shape:
-                raise CheckpointError(
-                    f"expected {name} to be {dtype} {list(shape)}, got {info.dtype} {list(info.shape)}; "
-                    "config.json and the weights do not belong together"
-                )
-        bias = names.tensor(module, names.BIAS)
-        if spec.bias != (bias in found):
-            raise CheckpointError(
-                f"expected {'a' if spec.bias else 'no'} tensor {bias}, got {'none' if spec.bias else 'one'}; "
-                "config.json and the weights do not belong together"
-            )
-        if spec.bias and found[bias].shape != (spec.rows,):
-            raise CheckpointError(f"expected {bias} of shape {[spec.rows]}, got {list(found[bias].shape)}")
-    for name in found:
-        module, _, part = name.rpartition(".")
-        if module in config.modules and part not in (*names.PACKED, names.BIAS):
-            if part == "weight" and module == config.guard:
-                continue
-            raise CheckpointError(f"expected only packed tensors for {module}, got {name}; config.json and the weights do not belong together")
-        if part in (names.CODES, names.QMAP) and module not in config.modules:
-            raise CheckpointError(
-                f"expected every packed tensor to belong to a module of quantization_config, got {name}; "
-                "config.json and the weights do not belong together"
-            )
 
 
 def check_loaded(model: nn.Module) -> None:

@@ -1,0 +1,35 @@
+"""`w3pack autoload`"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+from w3pack.errors import ResourceError
+
+
+class State(str, Enum):
+    """Values of the argument."""
+
+    on = "on"
+    off = "off"
+    status = "status"
+
+
+def command(state: Annotated[State, typer.Argument(help="on, off, or status.")] = State.status) -> None:
+    """Switch off (or on again) that transformers learns of w3pack without `import w3pack`, in this environment.
+
+    Example: `w3pack autoload off`
+    """
+    import w3pack_autoload
+
+    try:
+        if state is State.on:
+            w3pack_autoload.MARKER.unlink(missing_ok=True)
+        elif state is State.off:
+            w3pack_autoload.MARKER.touch()
+    except OSError as error:
+        raise ResourceError(f"expected to write {w3pack_autoload.MARKER}, got: {error.strerror}; run as the environment's owner") from error
+    typer.echo("off" if w3pack_autoload.MARKER.exists() else "on")

@@ -1,0 +1,63 @@
+"""`w3pack quantize`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from w3pack.cli import render
+from w3pack.cli.progress import bar, quiet_libraries
+from w3pack.cli.values import Layout, QmapDtype, QmapPer, parse_bytes, pick_device
+
+Names = Annotated[list[str], typer.Option(help="Whole module name, or re:REGEX. May be repeated.", show_default=False)]
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="Hub id, checkpoint folder, or one .gguf file.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write.")],
+    group_size: Annotated[int, typer.Option(help="Weights that share a scale: 64, 128, 256, ...")] = 128,
+    layout: Annotated[Layout, typer.Option(help="dense: 3.0 bits a code; nibble: 4.")] = Layout.dense,
+    qmap: Annotated[str | None, typer.Option(help="Fixed map: a name such as nf3, or a JSON file. Default: learn.")] = None,
+    qmap_dtype: Annotated[QmapDtype | None, typer.Option(help="Default int8, or float16 if a fixed map needs it.")] = None,
+    qmap_per: Annotated[QmapPer, typer.Option(help="One map for each Linear, or for each row.")] = QmapPer.tensor,
+    skip: Names = [],  # noqa: B006 - typer copies it
+    only: Names = [],  # noqa: B006
+    lm_head: Annotated[bool, typer.Option("--lm-head", help="Quantise the lm_head too.")] = False,
+    min_coverage: Annotated[float | None, typer.Option(min=0, max=1, help="Fail below this share of the decoder. Default 0.9.")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Largest output file.")] = "5GB",
+    seed: Annotated[int, typer.Option(help="Seed of the learning sample.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    workers: Annotated[int | None, typer.Option(min=1, help="Threads; the bytes do not depend on it.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a w3pack checkpoint at the output.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue unfinished work.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Report as JSON on stdout.")] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress bar.")] = False,
+) -> None:
+    """Quantise a model to 3 bits, without calibration data.
+
+    Example: `w3pack quantize Qwen/Qwen3-0.6B -o qwen3-w3`
+    """
+    quiet_libraries()
+    from w3pack.integrations.loadable import loadable_for
+    from w3pack.integrations.sources import open_source
+    from w3pack.pipeline.plan import QuantizeOptions
+    from w3pack.pipeline.quantize_model import prepare_job, run
+
+    options = QuantizeOptions(
+        group_size=group_size, layout=layout.value, qmap=qmap, qmap_dtype=qmap_dtype.value if qmap_dtype else None,
+        qmap_per=qmap_per.value, skip=tuple(skip), only=tuple(only), lm_head=lm_head, min_coverage=min_coverage,
+        max_shard_bytes=parse_bytes(max_shard_size), seed=seed,
+    )  # fmt: skip
+    with open_source(model) as source:
+        job = prepare_job(source, options, loadable=loadable_for(source))
+        if dry_run:
+            render.plan(job, output, as_json=json)
+            return
+        with bar(total=job.plan.weights, unit="w", quiet=quiet or json) as progress:
+            report = run(
+                job, output, overwrite=overwrite, resume=resume, workers=workers, device=pick_device(device), progress=progress
+            )
+    render.report(report, as_json=json)

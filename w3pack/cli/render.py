@@ -1,0 +1,182 @@
+"""Reports as tables for people or JSON for programs, on stdout."""
+
+from __future__ import annotations
+
+import json as json_module
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from w3pack.checkpoint.staging import free_bytes
+from w3pack.pipeline.plan import PlannedTensor
+from w3pack.pipeline.quantize_model import Job
+from w3pack.pipeline.report import Report
+from w3pack.pipeline.verify_checkpoint import Verification
+
+
+def _console() -> Console:
+    console = Console(highlight=False, soft_wrap=False)
+    return console if console.is_terminal else Console(highlight=False, width=120)
+
+
+def _json(value: Any) -> None:
+    typer.echo(json_module.dumps(value, indent=2, ensure_ascii=False))
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
+    return table
+
+
+def _megabytes(nbytes: float) -> str:
+    return f"{nbytes / 1e6:,.1f} MB" if nbytes < 1e10 else f"{nbytes / 1e9:,.2f} GB"
+
+
+def plan(job: Job, output: Path, *, as_json: bool) -> None:
+    """The plan of a run: every tensor, then the sums."""
+    planned, free = job.plan, free_bytes(output)
+    needed = planned.output_bytes + job.copied_bytes
+    if as_json:
+        _json(
+            {
+                "tensors": [_planned(tensor) for tensor in planned.tensors],
+                "shards": {file: sum(o.nbytes for t in tensors for o in t.outputs) for file, tensors in planned.shards.items()},
+                "weights": planned.weights,
+                "bits_per_weight": planned.bits_per_weight,
+                "coverage": planned.coverage,
+                "source_bytes": planned.source_bytes,
+                "output_bytes": needed,
+                "memory_bytes": planned.memory_bytes,
+                "free_bytes": free,
+                "copied_files": sorted(job.source.companion_files()),
+                "notes": list(planned.notes),
+            }
+        )
+        return
+    table = _table("tensor", "dtype", "shape", "action", "bits", "why")
+    for tensor in planned.tensors:
+        bits = f"{tensor.spec.bits_per_weight:.3f}" if tensor.spec else ""
+        shape = " x ".join(map(str, tensor.source.shape))
+        table.add_row(tensor.source.name, tensor.source.dtype, shape, tensor.action, bits, escape(tensor.reason))
+    console = _console()
+    console.print(table)
+    _facts(
+        console,
+        ("Linears to quantise", f"{len(planned.quantized)} ({planned.weights:,} weights)"),
+        ("Bits per weight", f"{planned.bits_per_weight:.3f} with scales, maps and padding"),
+        ("Coverage", f"{planned.coverage:.1%} of the decoder's matrix weights"),
+        ("Size", f"{_megabytes(planned.source_bytes)} -> {_megabytes(needed)} in {len(planned.shards)} file(s)"),
+        ("Memory", f"at most {_megabytes(planned.memory_bytes)}"),
+        ("Free at output", f"{_megabytes(free)}{'' if free > needed else ': NOT ENOUGH'}"),
+        notes=planned.notes,
+    )
+
+
+def _planned(tensor: PlannedTensor) -> dict[str, Any]:
+    return {
+        "name": tensor.source.name,
+        "dtype": tensor.source.dtype,
+        "shape": list(tensor.source.shape),
+        "action": tensor.action,
+        "why": tensor.reason,
+        "output_bytes": sum(info.nbytes for info in tensor.outputs),
+        "bits_per_weight": tensor.spec.bits_per_weight if tensor.spec else None,
+    }
+
+
+def _facts(console: Console, *facts: tuple[str, str], notes: tuple[str, ...] | list[str] = ()) -> None:
+    console.print()
+    for name, value in facts:
+        console.print(f"{name + ':':<22}{escape(value)}", soft_wrap=True)
+    for note in notes:
+        console.print(f"{'Note:':<22}{escape(note)}", soft_wrap=True)
+
+
+def report(done: Report, *, as_json: bool) -> None:
+    """The figures of a finished run."""
+    if as_json:
+        _json(done.to_dict())
+        return
+    table = _table("kind", "Linears", "weights", "relative error", "SNR dB", "bits/weight")
+    for row in done.kinds:
+        snr = f"{row.snr_db:.2f}" if row.snr_db is not None else "-"
+        table.add_row(
+            row.kind, str(row.modules), f"{row.weights:,}", f"{row.relative_error:.4f}", snr, f"{row.bits_per_weight:.3f}"
+        )
+    console = _console()
+    console.print(table)
+    _facts(
+        console,
+        ("Written", done.output),
+        ("Bits per weight", f"{done.bits_per_weight:.3f} with scales, maps and padding"),
+        ("Coverage", f"{done.coverage:.1%} of the decoder's matrix weights"),
+        ("Size", f"{_megabytes(done.source_bytes)} -> {_megabytes(done.output_bytes)}"),
+        ("Worst layer", f"{done.worst[0][0]} (relative error {done.worst[0][1]:.4f})"),
+        ("Time", f"{done.seconds:.1f} s, {done.weights_per_second / 1e6:.1f} million weights/s"),
+        notes=done.notes,
+    )
+
+
+def inspection(found: dict[str, Any], *, layers: bool, as_json: bool) -> None:
+    """What `inspect` found."""
+    if as_json:
+        _json(found)
+        return
+    console = _console()
+    table = _table("kind", "Linears", "weights", "bytes", "worst error")
+    for kind, row in found["kinds"].items():
+        worst = row["worst_relative_error"]
+        table.add_row(kind, str(row["modules"]), f"{row['weights']:,}", f"{row['bytes']:,}", "-" if worst is None else f"{worst:.4f}")
+    console.print(table)
+    if layers:
+        detail = _table("Linear", "rows x columns", "layout", "maps", "first map", "error")
+        for name, entry in found["modules"].items():
+            error = entry["relative_error"]
+            detail.add_row(
+                name,
+                f"{entry['rows']} x {entry['columns']}",
+                f"{entry['layout']} g{entry['group_size']}",
+                f"{entry['maps']} {entry['qmap_dtype']}",
+                " ".join(f"{value:.4g}" for value in entry["first_map"]),
+                "-" if error is None else f"{error:.4f}",
+            )
+        console.print()
+        console.print(detail)
+    kept = Counter(why for why in found["kept"].values())
+    coverage = found["coverage"]
+    _facts(
+        console,
+        ("Made by", found["producer"]),
+        ("Bits per weight", f"{found['bits_per_weight']:.3f} with scales, maps and padding"),
+        ("Size", f"{_megabytes(found['bytes'])}, of it {_megabytes(found['packed_bytes'])} packed"),
+        ("Coverage", "not recorded" if coverage is None else f"{coverage:.1%} of the decoder's matrix weights"),
+        ("Tensor parallel", f"degrees {', '.join(map(str, found['tensor_parallel_degrees']))}"),
+        ("Kept as they were", ", ".join(f"{count} ({why})" for why, count in kept.most_common()) or "not recorded"),
+        notes=found["source"].get("notes", []) if isinstance(found["source"], dict) else [],
+    )
+
+
+def verification(result: Verification, *, as_json: bool) -> None:
+    """What `verify` checked."""
+    if as_json:
+        _json({"ok": True, **result.to_dict()})
+        return
+    console = _console()
+    if result.errors:
+        table = _table("Linear", "relative error")
+        for name, error in result.errors.items():
+            table.add_row(name, f"{error:.4f}")
+        console.print(table)
+    console.print(
+        f"OK: {result.modules} packed Linears, {result.tensors} tensors, {result.digests} digests"
+        f"{', every layer measured against the source' if result.errors else ''}"
+    )
+    for note in result.notes:
+        console.print(f"Note: {escape(note)}")

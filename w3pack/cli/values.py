@@ -1,0 +1,53 @@
+"""Option values that more than one command parses."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+
+from w3pack.errors import UsageError
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+class Layout(str, Enum):
+    """Values of --layout."""
+
+    dense = "dense"
+    nibble = "nibble"
+
+
+class QmapDtype(str, Enum):
+    """Values of --qmap-dtype."""
+
+    int8 = "int8"
+    float16 = "float16"
+
+
+class QmapPer(str, Enum):
+    """Values of --qmap-per."""
+
+    tensor = "tensor"
+    row = "row"
+
+
+def parse_bytes(text: str) -> int:
+    """ "5GB", "200MiB" or a plain number of bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?i?[bB]?)\s*", text)
+    unit = match[2].upper() if match else ""
+    if unit and not unit.endswith("B"):
+        unit += "B"
+    if match is None or unit not in _UNITS or float(match[1]) * _UNITS[unit] < 1:
+        raise UsageError(f"expected a size such as 5GB or 200MB, got {text!r}")
+    return int(float(match[1]) * _UNITS[unit])
+
+
+def pick_device(choice: str) -> str:
+    """ "auto" -> "cuda" when there is a GPU, else "cpu"; UsageError for a device that is not there."""
+    import torch
+
+    if choice == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if choice == "cpu" or (re.fullmatch(r"cuda(:\d+)?", choice) and torch.cuda.is_available()):
+        return choice
+    raise UsageError(f"expected --device auto, cpu or cuda (with a GPU that torch sees), got {choice!r}")

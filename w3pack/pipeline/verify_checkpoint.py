@@ -1,0 +1,134 @@
+"""Is a packed checkpoint what it says it is, and what it was made from?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from w3pack.checkpoint.source import Source
+from w3pack.checkpoint.tensor_file import digest
+from w3pack.errors import CheckpointError, VerificationError
+from w3pack.format import names
+from w3pack.format.linear import LinearSpec
+from w3pack.pack.words import unpack_codes, unpack_padded, unpack_scales
+from w3pack.pipeline.packed import PackedCheckpoint, open_packed
+from w3pack.pipeline.plan import QuantizeOptions, make_plan
+from w3pack.pipeline.quantize_model import check_finite, measure_error, read_float
+from w3pack.quantize import QuantizedLinear
+
+#: How far the error of a layer, measured again, may be from the manifest's figure: rounding of the sums only.
+_ERROR_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was checked. `errors` holds each layer's relative error against the source, when a source was given."""
+
+    tensors: int
+    digests: int
+    modules: int
+    errors: dict[str, float]
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return asdict(self)
+
+
+def verify_checkpoint(
+    folder: Path, *, against: Source | None = None, progress: Callable[[str], None] | None = None
+) -> Verification:
+    """Check structure, digests, values and, with `against`, every layer's error.
+
+    Raises:
+        CheckpointError: structure does not hold (missing or truncated tensors, wrong shapes).
+        VerificationError: a digest, a value or an error figure is not what it should be; names the tensor.
+    """
+    packed = open_packed(folder)
+    digests = _check_digests(packed, progress)
+    for module, spec in packed.config.modules.items():
+        _check_values(packed, module, spec)
+    errors = {} if against is None else _check_errors(packed, against, progress)
+    notes = () if packed.manifest else (f"no {names.MANIFEST}: digests could not be checked",)
+    return Verification(
+        tensors=len(packed.source.tensors), digests=digests, modules=len(packed.config.modules), errors=errors, notes=notes
+    )
+
+
+def _check_digests(packed: PackedCheckpoint, progress: Callable[[str], None] | None) -> int:
+    recorded = packed.manifest.get("tensors", {})
+    found = packed.source.tensors
+    missing = [name for name in recorded if name not in found]
+    strange = [name for name in found if packed.manifest and name not in recorded]
+    if missing or strange:
+        raise VerificationError(
+            f"expected the tensors that the manifest lists, got {len(missing)} missing and {len(strange)} more, "
+            f"such as {(missing + strange)[0]}; copy the checkpoint again"
+        )
+    for name in found:
+        data = packed.source.read(name)
+        if recorded and digest(data) != recorded[name].get("sha256"):
+            raise VerificationError(f"expected {name} to have the digest in the manifest, got other bytes; copy the checkpoint again")
+        try:
+            check_finite(data, name)
+        except CheckpointError as error:
+            raise VerificationError(str(error)) from error
+        if progress is not None:
+            progress(name)
+    return len(recorded)
+
+
+def _check_values(packed: PackedCheckpoint, module: str, spec: LinearSpec) -> None:
+    qmap = packed.read(module, names.QMAP).to(torch.float32)
+    if bool((qmap[:, 1:] < qmap[:, :-1]).any()):
+        raise VerificationError(f"expected an ascending map in {module}.qmap, got {qmap[0].tolist()}; quantize the model again")
+    if spec.qmap_dtype == "int8" and bool((qmap < -127).any()):
+        raise VerificationError(f"expected map entries of at least -127 in {module}.qmap, got -128; quantize the model again")
+    words = packed.read(module, names.CODES)
+    unpack_codes(words, spec)
+    full = unpack_padded(words, spec)
+    if bool(full[spec.rows :].any()) or bool(full[:, spec.columns :].any()):
+        raise VerificationError(f"expected the padding of {module}.codes to be 0, got other codes; quantize the model again")
+    scales = packed.read(module, names.SCALES).permute(0, 3, 2, 1).reshape(spec.padded_rows, spec.groups)
+    if bool(scales[spec.rows :].any()):
+        raise VerificationError(f"expected scales of padded rows to be 0 in {module}.scales; quantize the model again")
+
+
+def _check_errors(packed: PackedCheckpoint, source: Source, progress: Callable[[str], None] | None) -> dict[str, float]:
+    modules = packed.config.modules
+    only = tuple(modules)
+    first = next(iter(modules.values()))
+    options = QuantizeOptions(
+        group_size=first.group_size, layout=first.layout, qmap_dtype=first.qmap_dtype, qmap_per="tensor", only=only,
+        min_coverage=0.0, lm_head=any(name.endswith("lm_head") for name in modules),
+    )  # fmt: skip
+    plan = make_plan(source, options)
+    errors: dict[str, float] = {}
+    for tensor in plan.quantized:
+        spec = modules[tensor.module]
+        if tensor.source.shape != (spec.rows, spec.columns):
+            raise VerificationError(
+                f"expected {tensor.module} of {spec.rows} x {spec.columns} in the source, got {list(tensor.source.shape)}; "
+                "this is not the model that was quantised"
+            )
+        qmap = packed.read(tensor.module, names.QMAP)
+        result = QuantizedLinear(
+            codes=unpack_codes(packed.read(tensor.module, names.CODES), spec),
+            qmap=qmap if spec.maps == 1 else qmap.repeat_interleave(spec.rows_per_map, dim=0)[: spec.rows],
+            scales=unpack_scales(packed.read(tensor.module, names.SCALES), spec),
+            group_size=spec.group_size,
+        )
+        errors[tensor.module] = measure_error(read_float(source, tensor, plan.block), result).relative
+        recorded = packed.relative_error(tensor.module)
+        if recorded is not None and abs(errors[tensor.module] - recorded) > _ERROR_TOLERANCE * max(recorded, 1e-3):
+            raise VerificationError(
+                f"expected a relative error of {recorded:.6f} in {tensor.module} as recorded, got {errors[tensor.module]:.6f}; "
+                "this is not the model that was quantised, or the packed weights were changed"
+            )
+        if progress is not None:
+            progress(tensor.module)
+    return errors
