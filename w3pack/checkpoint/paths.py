@@ -21,7 +21,9 @@ def inside(folder: Path, name: str) -> Path:
     """
     path = Path(name)
     if not name or path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name:
-        raise CheckpointError(f"expected a file name inside {folder}, got {name!r}; the index of this checkpoint is not safe to follow")
+        raise CheckpointError(
+            f"expected a file name inside {folder}, got {name!r}; the index of this checkpoint is not safe to follow"
+        )
     return folder / path
 
 
@@ -33,14 +35,20 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointError(f"expected {path} to be at most {MAX_JSON_BYTES >> 20} MiB, got {path.stat().st_size >> 20} MiB")
+            raise CheckpointError(
+                f"expected {path} to be at most {MAX_JSON_BYTES >> 20} MiB, got {path.stat().st_size >> 20} MiB"
+            )
         value = json.loads(path.read_bytes())
     except FileNotFoundError as error:
-        raise CheckpointError(f"expected {path.name} in {path.parent}, got no such file; is this a checkpoint folder?") from error
+        raise CheckpointError(
+            f"expected {path.name} in {path.parent}, got no such file; is this a checkpoint folder?"
+        ) from error
     except OSError as error:
         raise ResourceError(f"expected to read {path}, got: {error.strerror}; check its permissions") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"expected {path} to hold JSON, got something else; download or copy the file again") from error
+        raise CheckpointError(
+            f"expected {path} to hold JSON, got something else; download or copy the file again"
+        ) from error
     if not isinstance(value, dict):
         raise CheckpointError(f"expected {path} to hold a JSON object, got {type(value).__name__}")
     return value

@@ -8,7 +8,18 @@ from pathlib import Path
 from w3pack.errors import CheckpointError, ResourceError, UsageError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
-_WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.md", "*.tiktoken", "LICENSE*", "NOTICE*"]
+_WANTED = [
+    "*.safetensors",
+    "*.json",
+    "*.txt",
+    "*.model",
+    "*.jinja",
+    "*.py",
+    "*.md",
+    "*.tiktoken",
+    "LICENSE*",
+    "NOTICE*",
+]
 
 
 def resolve(model: str) -> Path:
@@ -24,16 +35,25 @@ def resolve(model: str) -> Path:
         return path
     if path.exists():
         if path.suffix != ".gguf":
-            raise CheckpointError(f"expected a checkpoint folder or a .gguf file, got {path}; pass the folder that holds it")
+            raise CheckpointError(
+                f"expected a checkpoint folder or a .gguf file, got {path}; pass the folder that holds it"
+            )
         return path
     if model.endswith(".gguf") or model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
-        raise UsageError(f"expected a folder, a .gguf file or a hub id, got {model!r}, which does not exist; check the path")
+        raise UsageError(
+            f"expected a folder, a .gguf file or a hub id, got {model!r}, which does not exist; check the path"
+        )
     return _download(model)
 
 
 def _download(model: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     repository, _, revision = model.partition("@")
     try:

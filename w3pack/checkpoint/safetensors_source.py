@@ -68,7 +68,9 @@ class SafetensorsSource:
         if weight_map is not None:
             for name, file in weight_map.items():
                 if name not in tensors or tensors[name].info.file != paths[file].name:
-                    raise CheckpointError(f"expected tensor {name} in {file} as the index says, got none there; download it again")
+                    raise CheckpointError(
+                        f"expected tensor {name} in {file} as the index says, got none there; download it again"
+                    )
             unlisted = sorted(set(tensors) - set(weight_map))
             if unlisted:
                 raise CheckpointError(

@@ -76,7 +76,9 @@ class Staging:
         if not entries:
             return
         if not overwrite:
-            raise UsageError(f"expected {output} to be absent or empty, got {len(entries)} files; pass --overwrite to replace it")
+            raise UsageError(
+                f"expected {output} to be absent or empty, got {len(entries)} files; pass --overwrite to replace it"
+            )
         if names.MANIFEST not in entries:
             raise UsageError(
                 f"expected a w3pack checkpoint at {output} to overwrite, got a folder without {names.MANIFEST}; "
@@ -87,7 +89,9 @@ class Staging:
         try:
             journal = read_json(self.folder / _JOURNAL)
         except CheckpointError as error:
-            raise UsageError(f"expected a journal in {self.folder}, got none that is readable; pass --overwrite to start anew") from error
+            raise UsageError(
+                f"expected a journal in {self.folder}, got none that is readable; pass --overwrite to start anew"
+            ) from error
         if journal.get("fingerprint") != self._fingerprint:
             raise UsageError(
                 f"expected the same source, arguments and w3pack version as the unfinished work in {self.folder}, got others; "
@@ -95,7 +99,9 @@ class Staging:
             )
         shards = journal.get("shards")
         if not isinstance(shards, dict) or not all(inside(self.folder, file).exists() for file in shards):
-            raise UsageError(f"expected the finished shards of {self.folder}, some are gone; pass --overwrite to start anew")
+            raise UsageError(
+                f"expected the finished shards of {self.folder}, some are gone; pass --overwrite to start anew"
+            )
         return shards
 
     def _write_journal(self) -> None:

@@ -79,7 +79,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 raise _bad(path, f"a header of at most {min(MAX_HEADER_BYTES, size - 8)} bytes", f"{length}")
             raw = file.read(length)
     except OSError as error:
-        raise ResourceError(f"expected to read {path}, got: {error.strerror}; check that it exists and is readable") from error
+        raise ResourceError(
+            f"expected to read {path}, got: {error.strerror}; check that it exists and is readable"
+        ) from error
     try:
         header = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -126,7 +128,7 @@ def read_tensor(path: Path, tensor: StoredTensor) -> torch.Tensor:
         ResourceError: the file cannot be read.
     """
     data = torch.empty(tensor.info.nbytes, dtype=torch.uint8)
-    view = memoryview(data.numpy())
+    view = memoryview(data.numpy().data)
     try:
         with path.open("rb", buffering=0) as file:
             file.seek(tensor.start)
@@ -137,13 +139,15 @@ def read_tensor(path: Path, tensor: StoredTensor) -> torch.Tensor:
                     raise _bad(path, f"{tensor.info.nbytes} bytes of {tensor.info.name}", f"{filled}")
                 filled += count
     except OSError as error:
-        raise ResourceError(f"expected to read {tensor.info.name} from {path}, got: {error.strerror}; check the disk") from error
+        raise ResourceError(
+            f"expected to read {tensor.info.name} from {path}, got: {error.strerror}; check the disk"
+        ) from error
     return data.view(DTYPES[tensor.info.dtype]).view(tensor.info.shape)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a CPU tensor as they go to disk (little-endian, row-major), without a copy where possible."""
-    return memoryview(tensor.detach().contiguous().flatten().view(torch.uint8).numpy())
+    return memoryview(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -207,7 +211,9 @@ class ShardWriter:
         """Flush everything to the disk; W3PackError while an announced tensor is missing."""
         if self._pending:
             self._file.close()
-            raise W3PackError(f"expected every tensor of {self.path.name} to be written, missing {next(iter(self._pending))}")
+            raise W3PackError(
+                f"expected every tensor of {self.path.name} to be written, missing {next(iter(self._pending))}"
+            )
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
@@ -218,7 +224,9 @@ class ShardWriter:
     def __enter__(self) -> ShardWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is None:
             self.close()
         else:

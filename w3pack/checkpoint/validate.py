@@ -34,7 +34,9 @@ def check_tensors(found: Mapping[str, TensorInfo], config: W3Config) -> None:
             name = names.tensor(module, part)
             info = found.get(name)
             if info is None:
-                raise CheckpointError(f"expected tensor {name} in the checkpoint, got none; copy the checkpoint completely")
+                raise CheckpointError(
+                    f"expected tensor {name} in the checkpoint, got none; copy the checkpoint completely"
+                )
             if info.dtype != dtype or info.shape != shape:
                 raise CheckpointError(
                     f"expected {name} to be {dtype} {list(shape)}, got {info.dtype} {list(info.shape)}; "
@@ -53,7 +55,9 @@ def check_tensors(found: Mapping[str, TensorInfo], config: W3Config) -> None:
         if module in config.modules and part not in (*names.PACKED, names.BIAS):
             if part == "weight" and module == config.guard:
                 continue
-            raise CheckpointError(f"expected only packed tensors for {module}, got {name}; config.json and the weights do not belong together")
+            raise CheckpointError(
+                f"expected only packed tensors for {module}, got {name}; config.json and the weights do not belong together"
+            )
         if part in (names.CODES, names.QMAP) and module not in config.modules:
             raise CheckpointError(
                 f"expected every packed tensor to belong to a module of quantization_config, got {name}; "

@@ -41,7 +41,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     pass
 
@@ -49,7 +51,9 @@ def _root(
 def main() -> None:
     """Entry point: run the command and turn every failure into a sentence on stderr and an exit code."""
     level = os.environ.get("W3PACK_LOG", "warning").upper()
-    logging.basicConfig(level=getattr(logging, level, logging.WARNING), stream=sys.stderr, format="%(name)s: %(message)s")
+    logging.basicConfig(
+        level=getattr(logging, level, logging.WARNING), stream=sys.stderr, format="%(name)s: %(message)s"
+    )
     try:
         app()
     except W3PackError as error:
@@ -67,7 +71,9 @@ def main() -> None:
         if os.environ.get("W3PACK_LOG", "").lower() == "debug":
             traceback.print_exc()
         line = (str(error).splitlines() or [""])[0]
-        _fail(f"unexpected {type(error).__name__}: {line}; run again with W3PACK_LOG=debug and report it", EXIT_UNEXPECTED)
+        _fail(
+            f"unexpected {type(error).__name__}: {line}; run again with W3PACK_LOG=debug and report it", EXIT_UNEXPECTED
+        )
 
 
 def _fail(message: str, code: int) -> None:

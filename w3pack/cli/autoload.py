@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,7 +11,7 @@ import typer
 from w3pack.errors import ResourceError
 
 
-class State(str, Enum):
+class State(StrEnum):
     """Values of the argument."""
 
     on = "on"
@@ -25,11 +26,14 @@ def command(state: Annotated[State, typer.Argument(help="on, off, or status.")] 
     """
     import w3pack_autoload
 
+    marker = Path(w3pack_autoload.MARKER)
     try:
         if state is State.on:
-            w3pack_autoload.MARKER.unlink(missing_ok=True)
+            marker.unlink(missing_ok=True)
         elif state is State.off:
-            w3pack_autoload.MARKER.touch()
+            marker.touch()
     except OSError as error:
-        raise ResourceError(f"expected to write {w3pack_autoload.MARKER}, got: {error.strerror}; run as the environment's owner") from error
-    typer.echo("off" if w3pack_autoload.MARKER.exists() else "on")
+        raise ResourceError(
+            f"expected to write {marker}, got: {error.strerror}; run as the environment's owner"
+        ) from error
+    typer.echo("off" if marker.exists() else "on")

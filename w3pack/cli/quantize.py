@@ -19,13 +19,19 @@ def command(
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write.")],
     group_size: Annotated[int, typer.Option(help="Weights that share a scale: 64, 128, 256, ...")] = 128,
     layout: Annotated[Layout, typer.Option(help="dense: 3.0 bits a code; nibble: 4.")] = Layout.dense,
-    qmap: Annotated[str | None, typer.Option(help="Fixed map: a name such as nf3, or a JSON file. Default: learn.")] = None,
-    qmap_dtype: Annotated[QmapDtype | None, typer.Option(help="Default int8, or float16 if a fixed map needs it.")] = None,
+    qmap: Annotated[
+        str | None, typer.Option(help="Fixed map: a name such as nf3, or a JSON file. Default: learn.")
+    ] = None,
+    qmap_dtype: Annotated[
+        QmapDtype | None, typer.Option(help="Default int8, or float16 if a fixed map needs it.")
+    ] = None,
     qmap_per: Annotated[QmapPer, typer.Option(help="One map for each Linear, or for each row.")] = QmapPer.tensor,
     skip: Names = [],  # noqa: B006 - typer copies it
     only: Names = [],  # noqa: B006
     lm_head: Annotated[bool, typer.Option("--lm-head", help="Quantise the lm_head too.")] = False,
-    min_coverage: Annotated[float | None, typer.Option(min=0, max=1, help="Fail below this share of the decoder. Default 0.9.")] = None,
+    min_coverage: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Fail below this share of the decoder. Default 0.9.")
+    ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest output file.")] = "5GB",
     seed: Annotated[int, typer.Option(help="Seed of the learning sample.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -58,6 +64,12 @@ def command(
             return
         with bar(total=job.plan.weights, unit="w", quiet=quiet or json) as progress:
             report = run(
-                job, output, overwrite=overwrite, resume=resume, workers=workers, device=pick_device(device), progress=progress
+                job,
+                output,
+                overwrite=overwrite,
+                resume=resume,
+                workers=workers,
+                device=pick_device(device),
+                progress=progress,
             )
     render.report(report, as_json=json)

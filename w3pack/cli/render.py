@@ -47,7 +47,9 @@ def plan(job: Job, output: Path, *, as_json: bool) -> None:
         _json(
             {
                 "tensors": [_planned(tensor) for tensor in planned.tensors],
-                "shards": {file: sum(o.nbytes for t in tensors for o in t.outputs) for file, tensors in planned.shards.items()},
+                "shards": {
+                    file: sum(o.nbytes for t in tensors for o in t.outputs) for file, tensors in planned.shards.items()
+                },
                 "weights": planned.weights,
                 "bits_per_weight": planned.bits_per_weight,
                 "coverage": planned.coverage,
@@ -108,7 +110,12 @@ def report(done: Report, *, as_json: bool) -> None:
     for row in done.kinds:
         snr = f"{row.snr_db:.2f}" if row.snr_db is not None else "-"
         table.add_row(
-            row.kind, str(row.modules), f"{row.weights:,}", f"{row.relative_error:.4f}", snr, f"{row.bits_per_weight:.3f}"
+            row.kind,
+            str(row.modules),
+            f"{row.weights:,}",
+            f"{row.relative_error:.4f}",
+            snr,
+            f"{row.bits_per_weight:.3f}",
         )
     console = _console()
     console.print(table)
@@ -133,7 +140,13 @@ def inspection(found: dict[str, Any], *, layers: bool, as_json: bool) -> None:
     table = _table("kind", "Linears", "weights", "bytes", "worst error")
     for kind, row in found["kinds"].items():
         worst = row["worst_relative_error"]
-        table.add_row(kind, str(row["modules"]), f"{row['weights']:,}", f"{row['bytes']:,}", "-" if worst is None else f"{worst:.4f}")
+        table.add_row(
+            kind,
+            str(row["modules"]),
+            f"{row['weights']:,}",
+            f"{row['bytes']:,}",
+            "-" if worst is None else f"{worst:.4f}",
+        )
     console.print(table)
     if layers:
         detail = _table("Linear", "rows x columns", "layout", "maps", "first map", "error")

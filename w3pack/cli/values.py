@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import re
-from enum import Enum
+from enum import StrEnum
 
 from w3pack.errors import UsageError
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-class Layout(str, Enum):
+class Layout(StrEnum):
     """Values of --layout."""
 
     dense = "dense"
     nibble = "nibble"
 
 
-class QmapDtype(str, Enum):
+class QmapDtype(StrEnum):
     """Values of --qmap-dtype."""
 
     int8 = "int8"
     float16 = "float16"
 
 
-class QmapPer(str, Enum):
+class QmapPer(StrEnum):
     """Values of --qmap-per."""
 
     tensor = "tensor"

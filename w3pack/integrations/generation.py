@@ -58,7 +58,9 @@ def generate(
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"expected a tokenizer in {folder}, got none that loads; copy the tokenizer's files there") from error
+        raise CheckpointError(
+            f"expected a tokenizer in {folder}, got none that loads; copy the tokenizer's files there"
+        ) from error
     if chat and not tokenizer.chat_template:
         raise UsageError("expected a tokenizer with a chat template for --chat, got one without; leave the option out")
     model = AutoModelForCausalLM.from_pretrained(folder, device_map=device if device != "cpu" else None)

@@ -78,7 +78,9 @@ class W3HfQuantizer(HfQuantizer):  # type: ignore[misc]
         check_loaded(model)
         return model
 
-    def get_state_dict_and_metadata(self, model: Any, *args: Any, **kwargs: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    def get_state_dict_and_metadata(
+        self, model: Any, *args: Any, **kwargs: Any
+    ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """The model's tensors and the guard, so that a saved checkpoint is as safe to load as the first."""
         state = model.state_dict()
         guard = self._paths[self.quantization_config.w3.guard]

@@ -33,7 +33,9 @@ def describe(
     """
     layouts: dict[int, Layout] = {count: layout for layout, count in VECTORS.items()}
     if codes.dim() != 5 or codes.shape[2] not in layouts or codes.dtype != torch.int32:
-        raise UnsupportedError(f"expected int32 code words with 3 or 4 vectors a tile, got {codes.dtype} {tuple(codes.shape)}")
+        raise UnsupportedError(
+            f"expected int32 code words with 3 or 4 vectors a tile, got {codes.dtype} {tuple(codes.shape)}"
+        )
     if qmap.dim() != 2 or qmap.dtype not in (torch.int8, torch.float16):
         raise UnsupportedError(f"expected an int8 or float16 map [maps, 8], got {qmap.dtype} {tuple(qmap.shape)}")
     spec = LinearSpec(
@@ -51,7 +53,9 @@ def describe(
         ("qmap", qmap, spec.qmap_shape),
     ):
         if tuple(tensor.shape) != shape:
-            raise UnsupportedError(f"expected {name} of shape {shape} for {rows} x {columns}, got {tuple(tensor.shape)}")
+            raise UnsupportedError(
+                f"expected {name} of shape {shape} for {rows} x {columns}, got {tuple(tensor.shape)}"
+            )
     if scales.dtype != torch.float16:
         raise UnsupportedError(f"expected float16 scales, got {scales.dtype}")
     return spec

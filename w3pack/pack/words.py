@@ -40,7 +40,9 @@ def pack_codes(codes: torch.Tensor, spec: LinearSpec) -> torch.Tensor:
     )  # [row tile, block, half, lane row, column tile, lane column, word, element]
     # two neighbouring elements make a byte, so a word is its four bytes: (half 0: e 0-1, 2-3), (half 1: e 0-1, 2-3)
     pairs = tiles[..., 0::2] | (tiles[..., 1::2] << 4)
-    ordered = pairs.permute(0, 4, 1, 3, 5, 6, 2, 7).contiguous()  # [rt, ct, block, lane row, lane column, word, half, 2]
+    ordered = pairs.permute(
+        0, 4, 1, 3, 5, 6, 2, 7
+    ).contiguous()  # [rt, ct, block, lane row, lane column, word, half, 2]
     words = ordered.flatten(-2).view(torch.int32).view(*ordered.shape[:2], 4, 32, 4)  # [rt, ct, block, lane, word]
     if spec.layout == "nibble":
         return words
@@ -86,7 +88,9 @@ def unpack_codes(words: torch.Tensor, spec: LinearSpec) -> torch.Tensor:
             f"expected int32 code words of shape {spec.codes_shape}, got {words.dtype} {tuple(words.shape)}"
         )
     if spec.layout == "nibble" and bool((words & _SPARE_BIT).any()):
-        raise CheckpointError("expected bit 3 of every nibble to be 0 in nibble layout, got a set bit; words are damaged")
+        raise CheckpointError(
+            "expected bit 3 of every nibble to be 0 in nibble layout, got a set bit; words are damaged"
+        )
     return unpack_padded(words, spec)[: spec.rows, : spec.columns].contiguous()
 
 

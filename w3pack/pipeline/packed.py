@@ -46,7 +46,9 @@ def open_packed(folder: Path) -> PackedCheckpoint:
     source = SafetensorsSource(folder)
     entry = source.config.get("quantization_config")
     if not isinstance(entry, dict):
-        raise CheckpointError(f"expected a checkpoint that w3pack has packed, got {folder} without quantization_config; quantize it first")
+        raise CheckpointError(
+            f"expected a checkpoint that w3pack has packed, got {folder} without quantization_config; quantize it first"
+        )
     config = W3Config.from_dict(entry)
     check_tensors(source.tensors, config)
     manifest = read_json(folder / names.MANIFEST) if (folder / names.MANIFEST).exists() else {}

@@ -120,7 +120,7 @@ def make_plan(source: Source, options: QuantizeOptions, *, loadable: Loadable | 
     tied_head = _tied_head(source)
     block = _fp8_block(source)
     candidates = {info.name: why_not_linear(info) for info in source.tensors.values()}
-    candidates.update({name: "tied to the embedding" for name in tied_head})
+    candidates.update(dict.fromkeys(tied_head, "tied to the embedding"))
     if options.lm_head:
         candidates.update(_lm_head(source, tied=bool(tied_head)))
     modules = [module_of(name) for name, why in candidates.items() if why is None]
@@ -180,7 +180,7 @@ def _lm_head(source: Source, *, tied: bool) -> dict[str, str | None]:
         raise UsageError(
             "expected an lm_head of its own for --lm-head, got a model whose head is tied to the embedding; leave the option out"
         )
-    return {name: None for name in heads}
+    return dict.fromkeys(heads, None)
 
 
 def _fp8_block(source: Source) -> tuple[int, int] | None:
@@ -194,13 +194,21 @@ def _fp8_block(source: Source) -> tuple[int, int] | None:
             raise CheckpointError(
                 f"expected a quantization_config that explains the FP8 tensor {fp8[0]}, got none; use the original config.json"
             )
-        packed = [name for name in source.tensors if name.endswith((".qweight", ".weight_packed", ".quant_state.bitsandbytes__nf4"))]
+        packed = [
+            name
+            for name in source.tensors
+            if name.endswith((".qweight", ".weight_packed", ".quant_state.bitsandbytes__nf4"))
+        ]
         if packed:
-            raise UnsupportedError(f"expected float weights, got packed ones such as {packed[0]}; start from the unquantised model")
+            raise UnsupportedError(
+                f"expected float weights, got packed ones such as {packed[0]}; start from the unquantised model"
+            )
         return None
     method = entry.get("quant_method") if isinstance(entry, dict) else None
     if method == "w3pack":
-        raise UnsupportedError(f"expected an unquantised checkpoint, got {source.location}, which w3pack has packed already")
+        raise UnsupportedError(
+            f"expected an unquantised checkpoint, got {source.location}, which w3pack has packed already"
+        )
     if method != "fp8":
         raise UnsupportedError(
             f"expected a bf16, fp16, fp32, block-scaled FP8 or GGUF source, got quant_method {method!r}; "
@@ -227,10 +235,16 @@ def _planned(
     fp8 = block is not None and info.dtype == "F8_E4M3"
     scales = info.name + SCALE_SUFFIX if fp8 else None
     if scales is not None and scales not in source.tensors:
-        raise CheckpointError(f"expected {scales} beside the FP8 weight {info.name}, got none; download the checkpoint completely")
+        raise CheckpointError(
+            f"expected {scales} beside the FP8 weight {info.name}, got none; download the checkpoint completely"
+        )
     if scales is not None and block is not None:
         _check_grid(info, source.tensors[scales], block)
-    if block is not None and info.name.endswith(SCALE_SUFFIX) and info.name.removesuffix(SCALE_SUFFIX) in source.tensors:
+    if (
+        block is not None
+        and info.name.endswith(SCALE_SUFFIX)
+        and info.name.removesuffix(SCALE_SUFFIX) in source.tensors
+    ):
         if source.tensors[info.name.removesuffix(SCALE_SUFFIX)].dtype == "F8_E4M3":
             return PlannedTensor(source=info, action="drop", reason="multiplied into its FP8 weight", outputs=())
     if info.name in tied_head:
@@ -261,7 +275,9 @@ def _planned(
             (names.QMAP, "I8" if spec.qmap_dtype == "int8" else "F16", spec.qmap_shape),
         )
     )
-    return PlannedTensor(source=info, action="quantize", reason="Linear of the decoder", outputs=outputs, spec=spec, scales=scales)
+    return PlannedTensor(
+        source=info, action="quantize", reason="Linear of the decoder", outputs=outputs, spec=spec, scales=scales
+    )
 
 
 def _check_grid(weight: TensorInfo, scales: TensorInfo, block: tuple[int, int]) -> None:
@@ -288,7 +304,9 @@ def _guard(quantized: list[PlannedTensor]) -> TensorInfo:
     return _info(names.guard_tensor(plain[0].module), "U8", (len(names.GUARD_TEXT),))
 
 
-def _shards(tensors: tuple[PlannedTensor, ...], guard: TensorInfo, *, limit: int) -> dict[str, tuple[PlannedTensor, ...]]:
+def _shards(
+    tensors: tuple[PlannedTensor, ...], guard: TensorInfo, *, limit: int
+) -> dict[str, tuple[PlannedTensor, ...]]:
     """Cut the planned tensors, in order, into files of at most `limit` bytes; one tensor's outputs stay together."""
     groups: list[list[PlannedTensor]] = [[]]
     filled = guard.nbytes
@@ -306,7 +324,9 @@ def _shards(tensors: tuple[PlannedTensor, ...], guard: TensorInfo, *, limit: int
 
 def _coverage(tensors: tuple[PlannedTensor, ...]) -> float:
     total = sum(_elements(tensor.source) for tensor in tensors if is_matrix(tensor.source) and tensor.action != "drop")
-    done = sum(_elements(tensor.source) for tensor in tensors if tensor.action == "quantize" and is_matrix(tensor.source))
+    done = sum(
+        _elements(tensor.source) for tensor in tensors if tensor.action == "quantize" and is_matrix(tensor.source)
+    )
     return done / total if total else 1.0
 
 

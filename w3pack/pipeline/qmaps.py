@@ -42,7 +42,9 @@ class QmapChoice:
         """UsageError for a module that the plan does not quantise."""
         unknown = [name for name in self.by_module if name not in modules]
         if unknown:
-            raise UsageError(f"expected the modules of --qmap to be quantised Linears, got {unknown[0]!r}; check the name")
+            raise UsageError(
+                f"expected the modules of --qmap to be quantised Linears, got {unknown[0]!r}; check the name"
+            )
 
 
 def read_qmaps(choice: str | None) -> QmapChoice:
@@ -61,7 +63,9 @@ def read_qmaps(choice: str | None) -> QmapChoice:
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"expected {path} to hold JSON, got something else; write a list of {CODES_PER_MAP} numbers") from error
+        raise UsageError(
+            f"expected {path} to hold JSON, got something else; write a list of {CODES_PER_MAP} numbers"
+        ) from error
     if isinstance(value, dict):
         maps = {name: _map(entry, where=f"{path.name}, {name}") for name, entry in value.items()}
         return QmapChoice(by_module=maps, default=maps.pop(_DEFAULT_KEY, None), origin=path.name)

@@ -115,7 +115,9 @@ def run(
         staging.finish_shard(file, record)
     staging.copy(job.source.companion_files())
     records = staging.records
-    errors = {name: ModuleError(**entry["error"]) for shard in records.values() for name, entry in shard["modules"].items()}
+    errors = {
+        name: ModuleError(**entry["error"]) for shard in records.values() for name, entry in shard["modules"].items()
+    }
     staging.publish(_documents(job, records, errors))
     seconds = time.monotonic() - started
     return _report(job, output, errors, seconds=seconds, done=done)
@@ -126,7 +128,9 @@ def _check_place(job: Job, output: Path) -> None:
     if source.exists():
         target, origin = output.resolve(), source.resolve()
         if target == origin or target in origin.parents or (origin.is_dir() and origin in target.parents):
-            raise UsageError(f"expected an output apart from the source, got {output} for {source}; choose another place with -o")
+            raise UsageError(
+                f"expected an output apart from the source, got {output} for {source}; choose another place with -o"
+            )
 
 
 def _check_space(job: Job, staging: Staging) -> None:
@@ -184,7 +188,11 @@ def _process(
 
 def _write(writer: ShardWriter, name: str, data: torch.Tensor, record: dict[str, Any]) -> None:
     writer.write(name, data)
-    record["tensors"][name] = {"dtype": str(data.dtype).removeprefix("torch."), "shape": list(data.shape), "sha256": digest(data)}
+    record["tensors"][name] = {
+        "dtype": str(data.dtype).removeprefix("torch."),
+        "shape": list(data.shape),
+        "sha256": digest(data),
+    }
 
 
 def read_float(source: Source, tensor: PlannedTensor, block: tuple[int, int] | None) -> torch.Tensor:
@@ -203,7 +211,7 @@ def read_float(source: Source, tensor: PlannedTensor, block: tuple[int, int] | N
 
 def check_finite(data: torch.Tensor, name: str) -> None:
     """CheckpointError naming the tensor when a float in it is NaN or infinite."""
-    if not data.is_floating_point() or data.dtype.itemsize == 1 and data.dtype != torch.float8_e4m3fn:
+    if not data.is_floating_point() or (data.dtype.itemsize == 1 and data.dtype != torch.float8_e4m3fn):
         return
     for part in data.reshape(-1).split(_ROWS_AT_ONCE):
         finite = torch.isfinite(part.to(torch.float32) if part.dtype.itemsize == 1 else part)
@@ -254,7 +262,10 @@ def measure_error(weight: torch.Tensor, result: QuantizedLinear) -> ModuleError:
     for first in range(0, weight.shape[0], rows):
         part = slice(first, first + rows)
         block = replace(
-            result, codes=result.codes[part], scales=result.scales[part], qmap=result.qmap if one_map else result.qmap[part]
+            result,
+            codes=result.codes[part],
+            scales=result.scales[part],
+            qmap=result.qmap if one_map else result.qmap[part],
         )
         difference = block.dequantize().sub_(weight[part]).double()
         # one row at a time and then the short list of rows: the order, so the last bit, does not depend on threads

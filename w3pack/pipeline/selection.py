@@ -74,7 +74,9 @@ class Selector:
         for entry in self.entries:
             if not any(_entry_matches(entry, module) for module in modules):
                 near = difflib.get_close_matches(entry.removeprefix("re:"), list(modules), n=3, cutoff=0.5)
-                hint = f"; near names: {', '.join(near)}" if near else f"; names look like {next(iter(modules), 'none')}"
+                hint = (
+                    f"; near names: {', '.join(near)}" if near else f"; names look like {next(iter(modules), 'none')}"
+                )
                 raise UsageError(f"expected {option} {entry!r} to name a Linear of this checkpoint, got no match{hint}")
 
 
@@ -83,7 +85,9 @@ def _entry_matches(entry: str, module: str) -> bool:
         try:
             return re.fullmatch(entry[3:], module) is not None
         except re.error as error:
-            raise UsageError(f"expected a regular expression after re:, got {entry[3:]!r} ({error}); mend it") from error
+            raise UsageError(
+                f"expected a regular expression after re:, got {entry[3:]!r} ({error}); mend it"
+            ) from error
     return entry == module
 
 

@@ -55,7 +55,11 @@ def verify_checkpoint(
     errors = {} if against is None else _check_errors(packed, against, progress)
     notes = () if packed.manifest else (f"no {names.MANIFEST}: digests could not be checked",)
     return Verification(
-        tensors=len(packed.source.tensors), digests=digests, modules=len(packed.config.modules), errors=errors, notes=notes
+        tensors=len(packed.source.tensors),
+        digests=digests,
+        modules=len(packed.config.modules),
+        errors=errors,
+        notes=notes,
     )
 
 
@@ -72,7 +76,9 @@ def _check_digests(packed: PackedCheckpoint, progress: Callable[[str], None] | N
     for name in found:
         data = packed.source.read(name)
         if recorded and digest(data) != recorded[name].get("sha256"):
-            raise VerificationError(f"expected {name} to have the digest in the manifest, got other bytes; copy the checkpoint again")
+            raise VerificationError(
+                f"expected {name} to have the digest in the manifest, got other bytes; copy the checkpoint again"
+            )
         try:
             check_finite(data, name)
         except CheckpointError as error:
@@ -85,14 +91,20 @@ def _check_digests(packed: PackedCheckpoint, progress: Callable[[str], None] | N
 def _check_values(packed: PackedCheckpoint, module: str, spec: LinearSpec) -> None:
     qmap = packed.read(module, names.QMAP).to(torch.float32)
     if bool((qmap[:, 1:] < qmap[:, :-1]).any()):
-        raise VerificationError(f"expected an ascending map in {module}.qmap, got {qmap[0].tolist()}; quantize the model again")
+        raise VerificationError(
+            f"expected an ascending map in {module}.qmap, got {qmap[0].tolist()}; quantize the model again"
+        )
     if spec.qmap_dtype == "int8" and bool((qmap < -127).any()):
-        raise VerificationError(f"expected map entries of at least -127 in {module}.qmap, got -128; quantize the model again")
+        raise VerificationError(
+            f"expected map entries of at least -127 in {module}.qmap, got -128; quantize the model again"
+        )
     words = packed.read(module, names.CODES)
     unpack_codes(words, spec)
     full = unpack_padded(words, spec)
     if bool(full[spec.rows :].any()) or bool(full[:, spec.columns :].any()):
-        raise VerificationError(f"expected the padding of {module}.codes to be 0, got other codes; quantize the model again")
+        raise VerificationError(
+            f"expected the padding of {module}.codes to be 0, got other codes; quantize the model again"
+        )
     scales = packed.read(module, names.SCALES).permute(0, 3, 2, 1).reshape(spec.padded_rows, spec.groups)
     if bool(scales[spec.rows :].any()):
         raise VerificationError(f"expected scales of padded rows to be 0 in {module}.scales; quantize the model again")

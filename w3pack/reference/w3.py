@@ -1,6 +1,6 @@
 """The slow truth of the W3 format, in plain torch; also the CPU implementation of the op.
 
-    W[n, k] = value(qmap[map_of(n), code[n, k]]) * scale[n, k // group_size]        (w3pack/format/SPEC.md, section 1)
+W[n, k] = value(qmap[map_of(n), code[n, k]]) * scale[n, k // group_size]        (w3pack/format/SPEC.md, section 1)
 """
 
 from __future__ import annotations

@@ -84,7 +84,11 @@ def replace_modules(
     stacks: dict[str, dict[int, dict[str, LinearSpec]]] = {}
     for name, spec in config.modules.items():
         expert = names.expert_of(name)
-        if expert is not None and (stack := _find(model, resolve(expert[0]))) is not None and describe(stack) is not None:
+        if (
+            expert is not None
+            and (stack := _find(model, resolve(expert[0]))) is not None
+            and describe(stack) is not None
+        ):
             path = resolve(expert[0])
             stacks.setdefault(path, {}).setdefault(expert[1], {})[expert[2]] = spec
             placed[name] = f"{path}.{expert[1]}.{expert[2]}"
@@ -145,4 +149,6 @@ def check_loaded(model: nn.Module) -> None:
             continue
         module.check(path)
         if module.scales.device.type != "meta" and not bool(torch.isfinite(module.scales).all()):
-            raise CheckpointError(f"expected finite scales in {path}.scales, got NaN or infinity; the checkpoint is damaged")
+            raise CheckpointError(
+                f"expected finite scales in {path}.scales, got NaN or infinity; the checkpoint is damaged"
+            )

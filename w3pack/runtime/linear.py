@@ -88,7 +88,7 @@ class W3Linear(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> W3Linear:
         self.drop_dense()
         before = {name: getattr(self, name) for name in _STORED}
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, stored in before.items():
             moved = getattr(self, name)
             if moved.dtype != stored.dtype:  # a cast to another float dtype: only the device may follow

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Every check: style, types, import contracts, tests (newest and oldest supported transformers).
+# usage: scripts/test.sh [pytest arguments]      scripts/test.sh --slow adds the tests that take minutes
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+install_once ".[dev]" dev
+
+OLDEST="transformers==5.17.0 huggingface_hub==1.33.0"
+OLDEST_DIR="$VENV/oldest"
+if [ ! -f "$OLDEST_DIR/.complete" ]; then
+  echo "== installing $OLDEST beside the newest"
+  rm -rf "$OLDEST_DIR"
+  python -m pip install -q --no-deps --target "$OLDEST_DIR" $OLDEST httpx httpcore h11 anyio
+  touch "$OLDEST_DIR/.complete"
+fi
+
+echo "== ruff";           ruff check .
+echo "== format";         ruff format --check .
+echo "== mypy";           mypy
+echo "== import contracts"; lint-imports
+echo "== real model";     python scripts/fetch.py smollm2-135m || echo "not available: tests that need it will say so"
+echo "== tests";          OMP_NUM_THREADS=1 python -m pytest -n 2 -rs "$@"
+echo "== transformers 5.17.0"
+OMP_NUM_THREADS=1 PYTHONPATH="$OLDEST_DIR" python -c 'import transformers; assert transformers.__version__ == "5.17.0", transformers.__version__'
+OMP_NUM_THREADS=1 PYTHONPATH="$OLDEST_DIR" python -m pytest -n 2 -rs tests/integrations
