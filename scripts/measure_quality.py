@@ -19,7 +19,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +94,8 @@ def methods(workers: int) -> list[Method]:
         Method("nf3 absmax g128", lambda weight: nf3(weight, group_size=128)),
         Method("nf3 absmax g64", lambda weight: nf3(weight, group_size=64)),
     ]
-    for group_size in (128, 64):
-        for per in ("tensor", "row"):
+    for per in ("tensor", "row"):
+        for group_size in (128, 64):
             settings = QuantizeSettings(group_size=group_size, qmap_per=per)
             rows.append(
                 Method(
@@ -156,18 +156,20 @@ def decoder_linears(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
     return {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head}
 
 
-def measure(model: Any, windows: dict[str, torch.Tensor], *, workers: int) -> list[dict[str, Any]]:
-    """The source and every method on every text."""
+def measure(
+    model: Any, windows: dict[str, torch.Tensor], *, compute: torch.dtype, workers: int
+) -> Iterator[dict[str, Any]]:
+    """The source and every method on every text; weights are quantized in float32 whatever the model runs in."""
     linears = decoder_linears(model)
     source = {name: linear.weight.detach().clone() for name, linear in linears.items()}
     weights = sum(weight.numel() for weight in source.values())
+    model.to(compute)
 
     def logits(ids: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = model(ids, use_cache=False).logits
         return output
 
     reference = {text: reference_log_probabilities(logits, ids, dtype=torch.float16) for text, ids in windows.items()}
-    rows: list[dict[str, Any]] = []
     for method in [None, *methods(workers)]:
         started = time.perf_counter()
         size = 0.0
@@ -180,19 +182,15 @@ def measure(model: Any, windows: dict[str, torch.Tensor], *, workers: int) -> li
         quality = {
             text: dataclasses.asdict(evaluate(logits, ids, reference=reference[text])) for text, ids in windows.items()
         }
-        rows.append(
-            {
-                "method": method.name if method else "source",
-                "bits_per_weight": round(8 * size / weights, 4) if method else None,
-                "weights": weights,
-                "quantize_seconds": round(quantized - started, 2) if method else None,
-                "evaluate_seconds": round(time.perf_counter() - quantized, 1),
-                "texts": quality,
-            }
-        )
-        print(summary(rows[-1]), flush=True)
+        yield {
+            "method": method.name if method else "source",
+            "bits_per_weight": round(8 * size / weights, 4) if method else None,
+            "weights": weights,
+            "quantize_seconds": round(quantized - started, 2) if method else None,
+            "evaluate_seconds": round(time.perf_counter() - quantized, 1),
+            "texts": quality,
+        }
         gc.collect()
-    return rows
 
 
 def summary(row: dict[str, Any]) -> str:
@@ -222,6 +220,9 @@ def main() -> int:
     )
     parser.add_argument("--tokens", type=int, default=8192, help="tokens per text")
     parser.add_argument("--window", type=int, default=512, help="tokens per window")
+    parser.add_argument(
+        "--compute", choices=("float32", "bfloat16"), default="float32", help="dtype the model runs in, source included"
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="threads of the quantizer")
     parser.add_argument("--json", type=Path, required=True, help="where the figures go")
     arguments = parser.parse_args()
@@ -240,31 +241,54 @@ def main() -> int:
                 "sha256": hashlib.sha256(text.encode()).hexdigest(),
                 "windows": windows[label].shape[0],
             }
-        rows = measure(model, windows, workers=arguments.workers)
+        report = provenance(arguments, model=model, texts=texts)
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        for row in measure(model, windows, compute=getattr(torch, arguments.compute), workers=arguments.workers):
+            print(summary(row), flush=True)
+            report["results"].append(row)
+            # Written after every method, so that an interrupted run keeps what it has.
+            arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     except W3PackError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    return 0
+
+
+def provenance(arguments: argparse.Namespace, *, model: Any, texts: dict[str, Any]) -> dict[str, Any]:
+    """The report without its results; files by their base names."""
     command = ["python", "scripts/measure_quality.py", "--model", arguments.model.name]
     for files in arguments.text:
         command += ["--text", *(file.name for file in files)]
-    command += ["--tokens", str(arguments.tokens), "--window", str(arguments.window), "--json", arguments.json.name]
-    report = {
+    command += [
+        "--tokens",
+        str(arguments.tokens),
+        "--window",
+        str(arguments.window),
+        "--compute",
+        arguments.compute,
+        "--json",
+        arguments.json.name,
+    ]
+    return {
         "what": "data-free 3-bit quantization of every decoder Linear; KL(source || model) in nats per token",
         "model": {"file": arguments.model.name, "sha256": sha256(arguments.model), "class": type(model).__name__},
         "texts": texts,
         "window": arguments.window,
-        "results": rows,
+        "compute": arguments.compute,
+        "results": [],
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
-        "cpu": {"model": processor(), "cores": os.cpu_count(), "torch_threads": torch.get_num_threads()},
+        "cpu": {
+            "model": processor(),
+            "cores": os.cpu_count(),
+            "torch_threads": torch.get_num_threads(),
+            "load_average": os.getloadavg(),
+        },
         "command": command,
     }
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":

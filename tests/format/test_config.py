@@ -13,9 +13,7 @@ from w3pack.errors import CheckpointError
 from w3pack.format.config import W3Config
 from w3pack.format.linear import LinearSpec
 
-PLAIN = LinearSpec(
-    rows=60, columns=200, group_size=64, layout="dense", maps=1, qmap_dtype="int8", bias=False
-)
+PLAIN = LinearSpec(rows=60, columns=200, group_size=64, layout="dense", maps=1, qmap_dtype="int8", bias=False)
 ODD = LinearSpec(rows=128, columns=256, group_size=128, layout="nibble", maps=128, qmap_dtype="float16", bias=True)
 
 
@@ -124,7 +122,7 @@ JSON = st.recursive(
 
 
 @given(changes=st.dictionaries(st.sampled_from(sorted(mixed().to_dict())), JSON, min_size=1, max_size=3))
-@settings(derandomize=True, database=None, deadline=None, max_examples=150)
+@settings(derandomize=True, database=None, deadline=None, max_examples=80)
 def test_any_json_gives_a_config_or_a_checkpoint_error(changes: dict[str, Any]) -> None:
     try:
         config = W3Config.from_dict({**json_form(), **changes})

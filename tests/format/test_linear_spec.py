@@ -7,10 +7,10 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from w3pack.errors import CheckpointError, UnsupportedError, W3PackError
+from w3pack.errors import CheckpointError, UnsupportedError
 from w3pack.format.layout import Layout
 from w3pack.format.linear import LinearSpec
 
@@ -57,7 +57,9 @@ def test_sizes_follow_from_the_shapes(spec: LinearSpec) -> None:
     assert spec.qmap_shape == (spec.maps, 8)
     assert spec.rows_per_map * spec.maps == n_pad
     itemsize = {"int8": 1, "float16": 2}[spec.qmap_dtype]
-    expected = 4 * math.prod(spec.codes_shape) + 2 * math.prod(spec.scales_shape) + itemsize * math.prod(spec.qmap_shape)
+    expected = (
+        4 * math.prod(spec.codes_shape) + 2 * math.prod(spec.scales_shape) + itemsize * math.prod(spec.qmap_shape)
+    )
     assert spec.nbytes == expected
     assert spec.bits_per_weight == pytest.approx(8 * expected / (spec.rows * spec.columns), rel=1e-12)
 
@@ -209,15 +211,17 @@ def test_maps_divide_the_padded_rows_not_the_logical_ones() -> None:
 @pytest.mark.parametrize("value", [None, "128", 128.0, True, 1, [128], {}])
 def test_wrong_or_missing_fields_name_the_module(field: str, value: object) -> None:
     entry = make().to_dict()
-    assume_wrong = type(value) is not type(entry[field])
-    for damaged in ({**entry, field: value}, {key: kept for key, kept in entry.items() if key != field}):
-        if field in damaged and not assume_wrong:
-            continue
+    damages = [{key: kept for key, kept in entry.items() if key != field}]
+    if type(value) is not type(entry[field]):
+        damages.append({**entry, field: value})
+    for damaged in damages:
         with pytest.raises(CheckpointError, match=rf"{field}.*layers\.3\.q"):
             LinearSpec.from_dict(damaged, name="layers.3.q")
 
 
-ANYTHING = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.lists(st.integers(), max_size=2)
+ANYTHING = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.lists(st.integers(), max_size=2)
+)
 
 
 @given(changes=st.dictionaries(st.sampled_from(list(make().to_dict())), ANYTHING, min_size=1))
@@ -226,8 +230,6 @@ def test_damaged_entries_raise_nothing_but_checkpoint_errors(changes: dict[str, 
     entry = {**make().to_dict(), **changes}
     try:
         spec = LinearSpec.from_dict(entry, name="m")
-    except W3PackError as error:
-        assert isinstance(error, CheckpointError)
-    else:
-        assume(True)
-        assert spec.to_dict() == entry
+    except CheckpointError:
+        return
+    assert spec.to_dict() == entry

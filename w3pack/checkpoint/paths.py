@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: missing, not JSON, not an object, or absurdly large.
     """
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for, forever
+            raise CheckpointError(f"expected {path} to be a plain file, got something else; download it again")
         if path.stat().st_size > MAX_JSON_BYTES:
             raise CheckpointError(
                 f"expected {path} to be at most {MAX_JSON_BYTES >> 20} MiB, got {path.stat().st_size >> 20} MiB"
@@ -70,7 +73,11 @@ def write_durably(path: Path, data: bytes) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """`write_durably` of indented JSON."""
-    write_durably(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+    try:
+        data = json.dumps(value, indent=2, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # half a surrogate pair, which only an escape can hold
+        data = json.dumps(value, indent=2).encode()
+    write_durably(path, data + b"\n")
 
 
 def sync_folder(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -30,10 +31,10 @@ def resolve(model: str) -> Path:
         CheckpointError: the hub knows no such model, or a file that is neither a folder nor GGUF.
         ResourceError: the hub cannot be reached.
     """
-    path = Path(model).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(model))  # unlike Path.expanduser, it leaves the name of an unknown user alone
+    if model.strip() and os.path.isdir(path):
         return path
-    if path.exists():
+    if model.strip() and os.path.exists(path):
         if path.suffix != ".gguf":
             raise CheckpointError(
                 f"expected a checkpoint folder or a .gguf file, got {path}; pass the folder that holds it"

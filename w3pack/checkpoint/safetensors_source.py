@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,12 +16,15 @@ import torch
 from w3pack.checkpoint.paths import inside, read_json
 from w3pack.checkpoint.source import TensorInfo
 from w3pack.checkpoint.tensor_file import StoredTensor, read_header, read_tensor
-from w3pack.errors import CheckpointError, ResourceError, UnsupportedError
+from w3pack.errors import CheckpointError, ResourceError, UnsupportedError, UsageError
 from w3pack.format import names
 
-#: Weights in other formats, and the indices of such: never copied beside the packed ones.
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+#: Weights in other formats, and what describes them: never copied beside the packed ones.
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp")
+_WEIGHT_SUFFIXES = (
+    *_PICKLE_SUFFIXES, ".safetensors", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".tflite", ".npz",
+)  # fmt: skip
+_STALE = ("quantize_config.json", "quant_config.json", "quantization_config.json", "hf_quant_config.json")
 
 
 class SafetensorsSource:
@@ -29,11 +35,14 @@ class SafetensorsSource:
     """
 
     def __init__(self, folder: Path, *, location: str | None = None) -> None:
-        """Raises CheckpointError (incomplete or damaged), UnsupportedError (pickle only) or ResourceError."""
+        """Raises UsageError (no folder), CheckpointError (damaged), UnsupportedError (pickle only) or ResourceError."""
         try:
             entries = sorted(path.name for path in folder.iterdir())
-        except FileNotFoundError as error:
-            raise CheckpointError(f"expected a checkpoint folder at {folder}, got nothing; check the path") from error
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise UsageError(
+                f"expected a checkpoint folder at {folder}, got {'a file' if os.path.exists(folder) else 'nothing'}; "
+                "check the path"
+            ) from error
         except OSError as error:
             raise ResourceError(f"expected to read {folder}, got: {error.strerror}; check its permissions") from error
         self.folder = folder
@@ -44,13 +53,14 @@ class SafetensorsSource:
                 "pass the folder that from_pretrained would load"
             )
         self._config = read_json(folder / names.CONFIG)
-        self._tensors, self._paths = self._open(entries)
+        self._stored, self._paths = self._open(entries)
+        self._tensors = MappingProxyType({name: tensor.info for name, tensor in self._stored.items()})
 
     def _open(self, entries: list[str]) -> tuple[dict[str, StoredTensor], dict[str, Path]]:
         weight_map = self._weight_map(entries)
         files = sorted(set(weight_map.values())) if weight_map is not None else [names.SINGLE_FILE]
         paths = {file: inside(self.folder, file) for file in files}
-        missing = [file for file, path in paths.items() if not path.exists()]
+        missing = [file for file, path in paths.items() if not os.path.isfile(path)]
         if missing:
             raise CheckpointError(
                 f"expected {len(files)} weight files in {self.folder}, {len(missing)} missing: {', '.join(missing[:3])}"
@@ -59,15 +69,21 @@ class SafetensorsSource:
         tensors: dict[str, StoredTensor] = {}
         for file, path in paths.items():
             for name, tensor in read_header(path).items():
+                try:
+                    name.encode()
+                except UnicodeEncodeError as error:
+                    raise CheckpointError(
+                        f"expected tensor names that are text, got {name!r} in {file}; the file is damaged"
+                    ) from error
                 if name in tensors:
                     raise CheckpointError(
                         f"expected tensor {name} once, got it in {tensors[name].info.file} and in {file}; "
                         "remove the stray file"
                     )
-                tensors[name] = tensor
+                tensors[name] = replace(tensor, info=replace(tensor.info, file=file))  # as the index calls the file
         if weight_map is not None:
             for name, file in weight_map.items():
-                if name not in tensors or tensors[name].info.file != paths[file].name:
+                if name not in tensors or tensors[name].info.file != file:
                     raise CheckpointError(
                         f"expected tensor {name} in {file} as the index says, got none there; download it again"
                     )
@@ -79,7 +95,7 @@ class SafetensorsSource:
                 )
         if not tensors:
             raise CheckpointError(f"expected tensors in {self.folder}, got files without any")
-        return tensors, {path.name: path for path in paths.values()}
+        return tensors, paths
 
     def _weight_map(self, entries: list[str]) -> dict[str, str] | None:
         """Tensor name -> file name from the index; None for a single unindexed file."""
@@ -116,14 +132,14 @@ class SafetensorsSource:
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        return {name: tensor.info for name, tensor in self._tensors.items()}
+        return self._tensors
 
     @property
     def notes(self) -> tuple[str, ...]:
         return ()
 
     def read(self, name: str) -> torch.Tensor:
-        tensor = self._tensors[name]
+        tensor = self._stored[name]
         return read_tensor(self._paths[tensor.info.file], tensor)
 
     def companion_files(self) -> Mapping[str, Path]:
@@ -133,8 +149,9 @@ class SafetensorsSource:
             relative = path.relative_to(self.folder)
             hidden = any(part.startswith(".") for part in relative.parts)
             ours = relative.name in (names.CONFIG, names.MANIFEST) and len(relative.parts) == 1
-            weights = relative.name.endswith(_WEIGHT_SUFFIXES) or relative.name.endswith(".index.json")
-            if path.is_file() and not hidden and not ours and not weights and not _stale_quantisation(relative):
+            weights = relative.name.lower().endswith((*_WEIGHT_SUFFIXES, ".index.json"))
+            stale = relative.name in _STALE or "__pycache__" in relative.parts
+            if path.is_file() and not hidden and not ours and not weights and not stale:
                 found[relative.as_posix()] = path
         return found
 
@@ -144,11 +161,6 @@ class SafetensorsSource:
         for name, path in sorted(self._paths.items()):
             stat = path.stat()
             hasher.update(f"{name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-        for name, tensor in sorted(self._tensors.items()):
+        for name, tensor in sorted(self._stored.items()):
             hasher.update(f"{name} {tensor.info.dtype} {tensor.info.shape} {tensor.start}\n".encode())
         return hasher.hexdigest()
-
-
-def _stale_quantisation(relative: Path) -> bool:
-    """Files that describe how the source was quantised, which the output no longer is."""
-    return relative.name in ("quantize_config.json", "quant_config.json", "hf_quant_config.json")

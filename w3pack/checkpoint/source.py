@@ -18,7 +18,8 @@ import torch
 class TensorInfo:
     """One tensor as its file describes it.
 
-    `dtype` is the safetensors name ("BF16", "F32", "F8_E4M3", "I32", ...); `nbytes` is the size on disk; `file` is the
+    `dtype` is the safetensors name ("BF16", "F32", "F8_E4M3", "I32", ...); `nbytes` is the size on
+    disk, which for block-quantised formats is less than dtype and shape say; `file` is the
     name of the file that holds it, for messages.
     """
 

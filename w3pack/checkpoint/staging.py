@@ -6,24 +6,30 @@ and entered in a journal. Index, config and manifest come last; then one rename 
 
 from __future__ import annotations
 
+import logging
+import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from w3pack.checkpoint.paths import inside, read_json, sync_folder, write_durably, write_json
+from w3pack.checkpoint.paths import inside, read_json, sync_folder, write_json
 from w3pack.checkpoint.source import TensorInfo
-from w3pack.checkpoint.tensor_file import ShardWriter, disk_error
-from w3pack.errors import CheckpointError, ResourceError, UsageError
+from w3pack.checkpoint.tensor_file import ShardWriter, disk_error, read_header
+from w3pack.errors import CheckpointError, ResourceError, UsageError, W3PackError
 from w3pack.format import names
 
-_JOURNAL = "journal.json"
+_LOG = logging.getLogger(__name__)
+
+#: Hidden, so that no file of a source, all of which are copied beside it, can have its name.
+_JOURNAL = ".w3pack-journal.json"
+_COPY_BYTES = 1 << 22
 
 
 def free_bytes(path: Path) -> int:
     """Free space, in bytes, of the file system on which `path` (which need not exist yet) would lie."""
     existing = path.absolute()
-    while not existing.exists():
+    while not os.path.exists(existing):  # unlike Path.exists, it answers for names that are too long
         existing = existing.parent
     return shutil.disk_usage(existing).free
 
@@ -39,27 +45,39 @@ class Staging:
                 there that the arguments do not fit.
             ResourceError: the folder cannot be created.
         """
+        output = Path(os.path.realpath(output.expanduser()))  # through links: the folder must appear behind them
+        if not output.name or output == Path.cwd():
+            raise UsageError(f"expected a folder that can be created anew, got {output}; name another one with -o")
         self.output = output
         self.folder = output.parent / f".{output.name}.w3pack-unfinished"
+        self._previous = output.parent / f".{output.name}.w3pack-replaced"
         self._fingerprint = fingerprint
-        self._check_output(overwrite=overwrite)
-        self.records: dict[str, Any] = {}
+        try:
+            if self._previous.exists() and not output.exists():  # stopped between the two renames of `publish`
+                self._previous.rename(output)
+            self._check_output(overwrite=overwrite)
+            self.records: dict[str, Any] = {}
+            self._claim(overwrite=overwrite, resume=resume)
+        except OSError as error:
+            raise disk_error(error, self.output) from error
+
+    def _claim(self, *, overwrite: bool, resume: bool) -> None:
         if self.folder.exists():
             if resume:
                 self.records = self._read_journal()
+                self._remove_all_but_records()
             elif overwrite:
                 shutil.rmtree(self.folder)
             else:
                 raise UsageError(
-                    f"expected no unfinished work for {output}, got {self.folder}; "
+                    f"expected no unfinished work for {self.output}, got {self.folder}; "
                     "pass --resume to continue it or --overwrite to start anew"
                 )
         elif resume:
-            raise UsageError(f"expected unfinished work for {output} to resume, got none; run again without --resume")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise disk_error(error, self.folder) from error
+            raise UsageError(
+                f"expected unfinished work for {self.output} to resume, got none; run again without --resume"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
         if not self.records:
             self._write_journal()
 
@@ -69,19 +87,16 @@ class Staging:
             return
         if not output.is_dir():
             raise UsageError(f"expected a folder to write to, got the file {output}; choose another place with -o")
-        try:
-            entries = [entry.name for entry in output.iterdir()]
-        except OSError as error:
-            raise ResourceError(f"expected to read {output}, got: {error.strerror}; check its permissions") from error
+        entries = [entry.name for entry in output.iterdir()]
         if not entries:
             return
         if not overwrite:
             raise UsageError(
                 f"expected {output} to be absent or empty, got {len(entries)} files; pass --overwrite to replace it"
             )
-        if names.MANIFEST not in entries:
+        if not _written_by_us(output):
             raise UsageError(
-                f"expected a w3pack checkpoint at {output} to overwrite, got a folder without {names.MANIFEST}; "
+                f"expected a w3pack checkpoint at {output} to overwrite, got a folder without its {names.MANIFEST}; "
                 "choose another place with -o or remove it yourself"
             )
 
@@ -98,11 +113,36 @@ class Staging:
                 "repeat the first command with --resume, or pass --overwrite to start anew"
             )
         shards = journal.get("shards")
-        if not isinstance(shards, dict) or not all(inside(self.folder, file).exists() for file in shards):
+        if not isinstance(shards, dict) or not all(self._intact(file, record) for file, record in shards.items()):
             raise UsageError(
-                f"expected the finished shards of {self.folder}, some are gone; pass --overwrite to start anew"
+                f"expected the finished shards of {self.folder}, got some that are gone or damaged; "
+                "pass --overwrite to start anew"
             )
         return shards
+
+    def _intact(self, file: str, record: Any) -> bool:
+        try:
+            return isinstance(record, dict) and set(read_header(inside(self.folder, file))) == set(record["tensors"])
+        except (W3PackError, KeyError, TypeError):
+            return False
+
+    def _remove_all_but_records(self) -> None:
+        for entry in self.folder.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry.name != _JOURNAL and entry.name not in self.records:
+                entry.unlink()
+
+    def abandon(self) -> None:
+        """After a failure: remove what cannot be continued, which is everything when no shard was finished."""
+        try:
+            if self.folder.exists():
+                if self.records:
+                    self._remove_all_but_records()
+                else:
+                    shutil.rmtree(self.folder)
+        except OSError as error:
+            _LOG.warning("could not remove all of %s: %s", self.folder, error)
 
     def _write_journal(self) -> None:
         write_json(self.folder / _JOURNAL, {"fingerprint": self._fingerprint, "shards": self.records})
@@ -127,28 +167,51 @@ class Staging:
     def copy(self, companions: Mapping[str, Path]) -> None:
         """Copy the source's other files byte for byte."""
         for relative, path in companions.items():
-            target = inside(self.folder, relative)
+            if Path(relative).is_absolute() or ".." in Path(relative).parts:
+                raise CheckpointError(f"expected a file name inside {self.folder}, got {relative!r}")
+            target = self.folder / relative
             try:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                write_durably(target, path.read_bytes())
+                source = path.open("rb")
             except OSError as error:
-                raise disk_error(error, target) from error
+                raise ResourceError(
+                    f"expected to read {path}, got: {error.strerror}; check its permissions, or move the file away"
+                ) from error
+            with source:
+                try:
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    with target.open("wb") as copy:
+                        shutil.copyfileobj(source, copy, _COPY_BYTES)
+                        copy.flush()
+                        os.fsync(copy.fileno())
+                except OSError as error:
+                    raise disk_error(error, target) from error
 
     def publish(self, documents: Mapping[str, Any]) -> None:
         """Write the last files (index, manifest, config) in the order given and make the folder appear at `output`."""
         for name, document in documents.items():
             write_json(self.folder / name, document)
-        (self.folder / _JOURNAL).unlink()
-        previous = self.output.parent / f".{self.output.name}.w3pack-replaced"
         try:
             sync_folder(self.folder)
-            if previous.exists():
-                shutil.rmtree(previous)
+            if self._previous.exists():
+                shutil.rmtree(self._previous)
             if self.output.exists():
-                self.output.rename(previous)
-            self.folder.rename(self.output)
+                self.output.rename(self._previous)
+            try:
+                self.folder.rename(self.output)
+            except BaseException:  # an interruption too: the earlier output goes back to its place
+                if self._previous.exists() and not self.output.exists():
+                    self._previous.rename(self.output)
+                raise
+            (self.output / _JOURNAL).unlink()
             sync_folder(self.output.parent)
-            if previous.exists():
-                shutil.rmtree(previous)
+            if self._previous.exists():
+                shutil.rmtree(self._previous)
         except OSError as error:
             raise disk_error(error, self.output) from error
+
+
+def _written_by_us(folder: Path) -> bool:
+    try:
+        return read_json(folder / names.MANIFEST).get("producer") == "w3pack"
+    except W3PackError:
+        return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -168,6 +169,8 @@ class ShardWriter:
         header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
         offset = 0
         for info in tensors:
+            if info.nbytes != DTYPES[info.dtype].itemsize * math.prod(info.shape):
+                raise W3PackError(f"expected the size of {info.name} to fit its dtype and shape, got {info.nbytes} bytes")
             header[info.name] = {
                 "dtype": info.dtype,
                 "shape": list(info.shape),

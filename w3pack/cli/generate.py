@@ -18,7 +18,7 @@ def command(
     new_tokens: Annotated[int, typer.Option("-n", "--new-tokens", min=1, help="At most this many new tokens.")] = 64,
     chat: Annotated[bool, typer.Option("--chat", help="Treat the prompt as a chat message.")] = False,
     temperature: Annotated[float, typer.Option(min=0, help="0: greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed when sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed when sampling.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No timing on stderr.")] = False,
 ) -> None:

@@ -33,7 +33,7 @@ def command(
         float | None, typer.Option(min=0, max=1, help="Fail below this share of the decoder. Default 0.9.")
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest output file.")] = "5GB",
-    seed: Annotated[int, typer.Option(help="Seed of the learning sample.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the learning sample.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     workers: Annotated[int | None, typer.Option(min=1, help="Threads; the bytes do not depend on it.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,

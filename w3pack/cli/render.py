@@ -5,18 +5,18 @@ from __future__ import annotations
 import json as json_module
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from w3pack.checkpoint.staging import free_bytes
-from w3pack.pipeline.plan import PlannedTensor
-from w3pack.pipeline.quantize_model import Job
-from w3pack.pipeline.report import Report
-from w3pack.pipeline.verify_checkpoint import Verification
+if TYPE_CHECKING:  # these import torch, and `w3pack --help` need not wait for it
+    from w3pack.pipeline.plan import PlannedTensor
+    from w3pack.pipeline.quantize_model import Job
+    from w3pack.pipeline.report import Report
+    from w3pack.pipeline.verify_checkpoint import Verification
 
 
 def _console() -> Console:
@@ -35,12 +35,19 @@ def _table(*columns: str) -> Table:
     return table
 
 
+def _plain(text: object) -> str:
+    """Text from a file as it may go to a terminal: no markup, no control characters."""
+    return escape("".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in str(text)))
+
+
 def _megabytes(nbytes: float) -> str:
     return f"{nbytes / 1e6:,.1f} MB" if nbytes < 1e10 else f"{nbytes / 1e9:,.2f} GB"
 
 
 def plan(job: Job, output: Path, *, as_json: bool) -> None:
     """The plan of a run: every tensor, then the sums."""
+    from w3pack.checkpoint.staging import free_bytes
+
     planned, free = job.plan, free_bytes(output)
     needed = planned.output_bytes + job.copied_bytes
     if as_json:
@@ -48,7 +55,8 @@ def plan(job: Job, output: Path, *, as_json: bool) -> None:
             {
                 "tensors": [_planned(tensor) for tensor in planned.tensors],
                 "shards": {
-                    file: sum(o.nbytes for t in tensors for o in t.outputs) for file, tensors in planned.shards.items()
+                    file: sum(o.nbytes for t in tensors for o in t.outputs) + (0 if number else planned.guard.nbytes)
+                    for number, (file, tensors) in enumerate(planned.shards.items())
                 },
                 "weights": planned.weights,
                 "bits_per_weight": planned.bits_per_weight,
@@ -66,7 +74,9 @@ def plan(job: Job, output: Path, *, as_json: bool) -> None:
     for tensor in planned.tensors:
         bits = f"{tensor.spec.bits_per_weight:.3f}" if tensor.spec else ""
         shape = " x ".join(map(str, tensor.source.shape))
-        table.add_row(tensor.source.name, tensor.source.dtype, shape, tensor.action, bits, escape(tensor.reason))
+        table.add_row(
+            _plain(tensor.source.name), tensor.source.dtype, shape, tensor.action, bits, _plain(tensor.reason)
+        )
     console = _console()
     console.print(table)
     _facts(
@@ -96,9 +106,9 @@ def _planned(tensor: PlannedTensor) -> dict[str, Any]:
 def _facts(console: Console, *facts: tuple[str, str], notes: tuple[str, ...] | list[str] = ()) -> None:
     console.print()
     for name, value in facts:
-        console.print(f"{name + ':':<22}{escape(value)}", soft_wrap=True)
+        console.print(f"{name + ':':<22}{_plain(value)}", soft_wrap=True)
     for note in notes:
-        console.print(f"{'Note:':<22}{escape(note)}", soft_wrap=True)
+        console.print(f"{'Note:':<22}{_plain(note)}", soft_wrap=True)
 
 
 def report(done: Report, *, as_json: bool) -> None:
@@ -110,7 +120,7 @@ def report(done: Report, *, as_json: bool) -> None:
     for row in done.kinds:
         snr = f"{row.snr_db:.2f}" if row.snr_db is not None else "-"
         table.add_row(
-            row.kind,
+            _plain(row.kind),
             str(row.modules),
             f"{row.weights:,}",
             f"{row.relative_error:.4f}",
@@ -141,7 +151,7 @@ def inspection(found: dict[str, Any], *, layers: bool, as_json: bool) -> None:
     for kind, row in found["kinds"].items():
         worst = row["worst_relative_error"]
         table.add_row(
-            kind,
+            _plain(kind),
             str(row["modules"]),
             f"{row['weights']:,}",
             f"{row['bytes']:,}",
@@ -153,7 +163,7 @@ def inspection(found: dict[str, Any], *, layers: bool, as_json: bool) -> None:
         for name, entry in found["modules"].items():
             error = entry["relative_error"]
             detail.add_row(
-                name,
+                _plain(name),
                 f"{entry['rows']} x {entry['columns']}",
                 f"{entry['layout']} g{entry['group_size']}",
                 f"{entry['maps']} {entry['qmap_dtype']}",
@@ -185,11 +195,11 @@ def verification(result: Verification, *, as_json: bool) -> None:
     if result.errors:
         table = _table("Linear", "relative error")
         for name, error in result.errors.items():
-            table.add_row(name, f"{error:.4f}")
+            table.add_row(_plain(name), f"{error:.4f}")
         console.print(table)
     console.print(
         f"OK: {result.modules} packed Linears, {result.tensors} tensors, {result.digests} digests"
         f"{', every layer measured against the source' if result.errors else ''}"
     )
     for note in result.notes:
-        console.print(f"Note: {escape(note)}")
+        console.print(f"Note: {_plain(note)}")

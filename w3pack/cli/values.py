@@ -37,9 +37,10 @@ def parse_bytes(text: str) -> int:
     unit = match[2].upper() if match else ""
     if unit and not unit.endswith("B"):
         unit += "B"
-    if match is None or unit not in _UNITS or float(match[1]) * _UNITS[unit] < 1:
-        raise UsageError(f"expected a size such as 5GB or 200MB, got {text!r}")
-    return int(float(match[1]) * _UNITS[unit])
+    size = float(match[1]) * _UNITS[unit] if match is not None and unit in _UNITS else 0.0
+    if not 1 <= size < 2**63:
+        raise UsageError(f"expected a size such as 5GB or 200MB, got {text[:80]!r}; write a number and a unit")
+    return int(size)
 
 
 def pick_device(choice: str) -> str:

@@ -7,6 +7,8 @@ checked after, and the state dict is completed (guard tensor) before it is saved
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,13 @@ from w3pack.errors import CheckpointError, UnsupportedError
 from w3pack.format import names
 from w3pack.format.config import QUANT_METHOD, W3Config
 from w3pack.integrations.hf_names import describe_experts, name_resolver
+from w3pack.integrations.registration import register
 from w3pack.runtime.build import check_loaded, replace_modules
+from w3pack.runtime.experts import W3Experts
+from w3pack.runtime.linear import W3Linear
+
+
+_STACKED = re.compile(r"experts\.(gate_up_proj|down_proj)$")
 
 
 class W3QuantizationConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transformers is not typed
@@ -51,20 +59,22 @@ class W3HfQuantizer(HfQuantizer):  # type: ignore[misc]
             )
         super().__init__(quantization_config, **kwargs)
         self._paths: dict[str, str] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._stacks: list[str] | None = None  # experts left as transformers stacks them, where others are packed
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         config: W3Config = self.quantization_config.w3
         files = [Path(file) for file in kwargs.get("checkpoint_files") or []]
         if files and all(file.suffix == ".safetensors" for file in files):
             check_files(files, config)
-        dtype = kwargs.get("dtype")
+        wanted = kwargs.get("dtype")
+        dtype = wanted if isinstance(wanted, torch.dtype) else torch.get_default_dtype()
         self._paths = replace_modules(
-            model,
-            config,
-            resolve=name_resolver(model),
-            describe=describe_experts,
-            dtype=dtype if isinstance(dtype, torch.dtype) else torch.get_default_dtype(),
+            model, config, resolve=name_resolver(model), describe=describe_experts, dtype=dtype
         )
+        self._dtypes = _planned_dtypes(model, dtype)
+        if any(isinstance(module, W3Experts) for module in model.modules()):
+            self._stacks = [path for path, module in model.named_modules() if describe_experts(module) is not None]
         _ignore_guard(model, self._paths[config.guard])
         return model
 
@@ -75,8 +85,15 @@ class W3HfQuantizer(HfQuantizer):  # type: ignore[misc]
                 f"expected every parameter in the checkpoint, {len(missing)} missing such as {missing[0]}; "
                 "copy the checkpoint completely"
             )
+        _cast(model, self._dtypes)
         check_loaded(model)
         return model
+
+    def update_weight_conversions(self, weight_conversions: list[Any], *args: Any) -> list[Any]:
+        """Leave experts that are packed one by one out of transformers' merging of experts into stacks."""
+        if self._stacks is None:
+            return weight_conversions
+        return [kept for entry in weight_conversions for kept in _only_for(entry, self._stacks)]
 
     def get_state_dict_and_metadata(
         self, model: Any, *args: Any, **kwargs: Any
@@ -111,6 +128,48 @@ def _ignore_guard(model: Any, path: str) -> None:
     model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *patterns}
 
 
+def _only_for(entry: Any, stacks: list[str]) -> list[Any]:
+    """A conversion as it is, or, if it merges experts, one like it for each of `stacks`."""
+    from transformers.core_model_loading import WeightConverter
+
+    targets, sources = entry._original_target_patterns, entry._original_source_patterns
+    if not isinstance(entry, WeightConverter) or not all(_STACKED.search(target) for target in targets):
+        return [entry]
+    if not all("experts." in source for source in sources):
+        return [entry]
+    narrowed = []
+    for path in stacks:
+        prefix = path[max(path.find("layers."), 0) :].removesuffix("experts")
+        converter = WeightConverter(
+            source_patterns=[prefix + source[source.index("experts.") :] for source in sources],
+            target_patterns=[prefix + target[target.index("experts.") :] for target in targets],
+            operations=deepcopy(entry.operations),
+        )
+        converter.scope_prefix, converter.base_model_prefix = entry.scope_prefix, entry.base_model_prefix
+        narrowed.append(converter)
+    return narrowed
+
+
+def _planned_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Float parameter -> the dtype that transformers means it to have: the skeleton's, or its keep-in-float32 plan's."""
+    stored = {
+        f"{path}.{part}" for path, module in model.named_modules() if isinstance(module, W3Linear) for part in names.PACKED
+    }
+    plan = {re.compile(key.replace("*", ".*")): to for key, to in model._get_dtype_plan(dtype).items()}
+    return {
+        name: next((to for pattern, to in plan.items() if pattern.search(name)), parameter.dtype)
+        for name, parameter in model.named_parameters()
+        if name not in stored and parameter.is_floating_point()
+    }
+
+
+def _cast(model: Any, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Give each parameter its dtype: transformers before 5.24 leaves one whose name it has changed in the file's dtype."""
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != dtypes.get(name, parameter.dtype) and parameter.device.type != "meta":
+            parameter.data = parameter.data.to(dtypes[name])
+
+
 def _never_loaded(model: Any) -> list[str]:
     """Parameters that no file provided: transformers marks each one that it has set."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
@@ -119,3 +178,6 @@ def _never_loaded(model: Any) -> list[str]:
         for name, parameter in model.named_parameters()
         if name not in tied and parameter.device.type != "meta" and not getattr(parameter, "_is_hf_initialized", False)
     ]
+
+
+register()  # for whoever imports this module first, before transformers

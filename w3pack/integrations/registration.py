@@ -9,9 +9,11 @@ def register() -> None:
     """Make `from_pretrained` understand `quant_method: w3pack`."""
     from transformers.quantizers import auto
 
-    if QUANT_METHOD in auto.AUTO_QUANTIZER_MAPPING:
-        return
-    from w3pack.integrations.hf_quantizer import W3HfQuantizer, W3QuantizationConfig
+    import w3pack.integrations.hf_quantizer as ours
 
-    auto.register_quantization_config(QUANT_METHOD)(W3QuantizationConfig)
-    auto.register_quantizer(QUANT_METHOD)(W3HfQuantizer)
+    if not hasattr(ours, "W3HfQuantizer"):  # it is being imported and has just imported transformers: it calls this at its end
+        return
+    if QUANT_METHOD not in auto.AUTO_QUANTIZATION_CONFIG_MAPPING:
+        auto.register_quantization_config(QUANT_METHOD)(ours.W3QuantizationConfig)
+    if QUANT_METHOD not in auto.AUTO_QUANTIZER_MAPPING:
+        auto.register_quantizer(QUANT_METHOD)(ours.W3HfQuantizer)

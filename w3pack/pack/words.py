@@ -35,15 +35,11 @@ def pack_codes(codes: torch.Tensor, spec: LinearSpec) -> torch.Tensor:
     if int(codes.max()) > 7:
         raise UnsupportedError(f"expected codes 0..7, got {int(codes.max())}")
     padding = (0, spec.padded_columns - spec.columns, 0, spec.padded_rows - spec.rows)
-    tiles = torch.nn.functional.pad(codes, padding).view(
-        spec.padded_rows // TILE, 4, 2, 8, spec.padded_columns // TILE, 4, 4, 4
-    )  # [row tile, block, half, lane row, column tile, lane column, word, element]
-    # two neighbouring elements make a byte, so a word is its four bytes: (half 0: e 0-1, 2-3), (half 1: e 0-1, 2-3)
-    pairs = tiles[..., 0::2] | (tiles[..., 1::2] << 4)
-    ordered = pairs.permute(
-        0, 4, 1, 3, 5, 6, 2, 7
-    ).contiguous()  # [rt, ct, block, lane row, lane column, word, half, 2]
-    words = ordered.flatten(-2).view(torch.int32).view(*ordered.shape[:2], 4, 32, 4)  # [rt, ct, block, lane, word]
+    quads = _bytes_to_nibbles(torch.nn.functional.pad(codes, padding).view(torch.int32))  # [padded rows, columns / 4]
+    halves = quads.view(spec.padded_rows // TILE, 4, 2, 8, spec.padded_columns // TILE, 4, 4)
+    # [row tile, block, half, lane row, column tile, lane column, word]
+    joined = halves[:, :, 0] | (halves[:, :, 1] << 16)
+    words = joined.permute(0, 3, 1, 2, 4, 5).reshape(*spec.codes_shape[:2], 4, 32, 4)  # [rt, ct, block, lane, word]
     if spec.layout == "nibble":
         return words
     fourth = words[..., 3:]
@@ -96,12 +92,37 @@ def unpack_codes(words: torch.Tensor, spec: LinearSpec) -> torch.Tensor:
 
 def unpack_padded(words: torch.Tensor, spec: LinearSpec) -> torch.Tensor:
     """uint8 [padded rows, padded columns] without checks, for callers that have validated the tensors before."""
-    nibbles = nibble_words(words, spec.layout).contiguous()
+    rows = row_quads(words, spec.layout)
+    return _nibbles_to_bytes(rows).view(torch.uint8)
+
+
+def row_quads(words: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Packed words as rows of selectors.
+
+    Args:
+        words: int32 [row tiles, column tiles, vectors, 32, 4].
+        layout: which layout `words` has.
+
+    Returns:
+        int32 [padded rows, padded columns / 4], contiguous: the codes of four neighbouring columns in the low 16 bits, the
+        first in the lowest nibble; the high 16 bits are 0.
+    """
+    nibbles = nibble_words(words, layout)
     row_tiles, column_tiles = nibbles.shape[:2]
-    packed = nibbles.view(torch.uint8).view(row_tiles, column_tiles, 4, 8, 4, 4, 2, 2)
-    both = torch.stack([packed & 0xF, packed >> 4], dim=-1)  # [rt, ct, block, lane row, lane col, word, half, 2, 2]
-    ordered = both.permute(0, 2, 6, 3, 1, 4, 5, 7, 8)  # [rt, block, half, lane row, ct, lane col, word, pair, element]
-    return ordered.reshape(spec.padded_rows, spec.padded_columns)
+    ordered = nibbles.view(row_tiles, column_tiles, 4, 8, 4, 4).permute(0, 2, 3, 1, 4, 5)
+    # [row tile, block, lane row, column tile, lane column, word]
+    halves = torch.stack([ordered & 0xFFFF, (ordered >> 16) & 0xFFFF], dim=2)  # half in front of the lane row
+    return halves.reshape(64 * row_tiles, 16 * column_tiles)
+
+
+def _bytes_to_nibbles(quads: torch.Tensor) -> torch.Tensor:
+    """int32 with a code in each byte -> the same four codes in the low four nibbles."""
+    return (quads & 0x7) | ((quads >> 4) & 0x70) | ((quads >> 8) & 0x700) | ((quads >> 12) & 0x7000)
+
+
+def _nibbles_to_bytes(quads: torch.Tensor) -> torch.Tensor:
+    """Inverse of `_bytes_to_nibbles`."""
+    return (quads & 0x7) | ((quads & 0x70) << 4) | ((quads & 0x700) << 8) | ((quads & 0x7000) << 12)
 
 
 def pack_scales(scales: torch.Tensor, spec: LinearSpec) -> torch.Tensor:

@@ -41,6 +41,7 @@ def open_packed(folder: Path) -> PackedCheckpoint:
     """Open a packed checkpoint and check that its headers fit its config.
 
     Raises:
+        UsageError: there is no such folder.
         CheckpointError: not a w3pack checkpoint, damaged, or incomplete.
     """
     source = SafetensorsSource(folder)
@@ -53,9 +54,19 @@ def open_packed(folder: Path) -> PackedCheckpoint:
     check_tensors(source.tensors, config)
     manifest = read_json(folder / names.MANIFEST) if (folder / names.MANIFEST).exists() else {}
     for key in ("modules", "tensors"):
-        if manifest and not isinstance(manifest.get(key), dict):
+        entries = manifest.get(key)
+        if manifest and not (isinstance(entries, dict) and all(isinstance(entry, dict) for entry in entries.values())):
             raise CheckpointError(f"expected {names.MANIFEST} to list {key}, got none; copy the checkpoint again")
+    _check_manifest(manifest)
     return PackedCheckpoint(source=source, config=config, manifest=manifest)
+
+
+def _check_manifest(manifest: Mapping[str, Any]) -> None:
+    coverage, kept = manifest.get("coverage"), manifest.get("kept", {})
+    if not (coverage is None or type(coverage) in (int, float)) or not isinstance(kept, dict):
+        raise CheckpointError(
+            f"expected {names.MANIFEST} to record coverage and kept tensors, got something else; copy the checkpoint again"
+        )
 
 
 def tensor_parallel_degrees(modules: Mapping[str, LinearSpec]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -10,7 +11,7 @@ from w3pack.checkpoint.source import Source, TensorInfo
 from w3pack.checkpoint.tensor_file import DTYPES, digest
 from w3pack.errors import CheckpointError, UnsupportedError, UsageError
 from w3pack.format import names
-from w3pack.format.layout import FORMAT_VERSION, Layout
+from w3pack.format.layout import FORMAT_VERSION, TILE, Layout
 from w3pack.format.linear import LinearSpec, QmapDtype
 from w3pack.pipeline.selection import is_matrix, module_of, selector, why_not_linear
 
@@ -19,6 +20,8 @@ Action = Literal["quantize", "copy", "dequantize", "drop"]
 Loadable = Callable[[Collection[str]], Mapping[str, str]]
 
 SCALE_SUFFIX = "_scale_inv"
+_ACTIVATION_SCALES = ("input_scale", "activation_scale")
+_OUTSIDE = "outside the decoder's layers"
 BASE_MEMORY = 700 << 20
 MEMORY_FACTOR = 5
 
@@ -101,7 +104,9 @@ class Plan:
     @property
     def memory_bytes(self) -> int:
         """Upper estimate of peak memory: the process and its libraries, and a few copies of the largest tensor."""
-        return BASE_MEMORY + MEMORY_FACTOR * max(tensor.source.nbytes for tensor in self.tensors)
+        return BASE_MEMORY + MEMORY_FACTOR * max(
+            DTYPES[t.source.dtype].itemsize * math.prod(t.source.shape) for t in self.tensors
+        )
 
 
 def make_plan(source: Source, options: QuantizeOptions, *, loadable: Loadable | None = None) -> Plan:
@@ -117,15 +122,22 @@ def make_plan(source: Source, options: QuantizeOptions, *, loadable: Loadable | 
         UsageError: a skip/only entry that matches nothing, a tied lm_head that is to be quantised.
         CheckpointError: FP8 weights without their scales, or scales that do not fit.
     """
-    tied_head = _tied_head(source)
+    if options.group_size < TILE or options.group_size % TILE:
+        raise UsageError(
+            f"expected a group size that is a multiple of {TILE}, got {options.group_size}; use 64, 128 or 256"
+        )
     block = _fp8_block(source)
+    tied_head = _tied_head(source)
     candidates = {info.name: why_not_linear(info) for info in source.tensors.values()}
     candidates.update(dict.fromkeys(tied_head, "tied to the embedding"))
     if options.lm_head:
         candidates.update(_lm_head(source, tied=bool(tied_head)))
+    _set_aside_more_than_linear(source, candidates)
     modules = [module_of(name) for name, why in candidates.items() if why is None]
     skip, only = selector(options.skip), selector(options.only)
-    skip.check(modules, option="--skip")
+    # what is kept anyway may be skipped: a list of names that serves several models
+    matrices = dict.fromkeys(module_of(info.name) for info in source.tensors.values() if len(info.shape) > 1)
+    skip.check(list(matrices), option="--skip")
     only.check(modules, option="--only")
     for name, why in candidates.items():
         if why is None and skip.matches(module_of(name)):
@@ -137,6 +149,7 @@ def make_plan(source: Source, options: QuantizeOptions, *, loadable: Loadable | 
         refused = loadable(chosen)
         candidates.update({names.tensor(module, "weight"): why for module, why in refused.items()})
     tensors = tuple(_planned(source, info, candidates, options, block, tied_head) for info in source.tensors.values())
+    _check_names(tensors)
     quantized = [tensor for tensor in tensors if tensor.action == "quantize"]
     if not quantized:
         reasons = sorted({why for name, why in candidates.items() if why and is_matrix(source.tensors[name])})
@@ -180,7 +193,35 @@ def _lm_head(source: Source, *, tied: bool) -> dict[str, str | None]:
         raise UsageError(
             "expected an lm_head of its own for --lm-head, got a model whose head is tied to the embedding; leave the option out"
         )
-    return dict.fromkeys(heads, None)
+    whys = {name: why_not_linear(source.tensors[name]) for name in heads}
+    plain = {name for name in heads if len(source.tensors[name].shape) == 2 and whys[name] == _OUTSIDE}
+    return {name: None if name in plain else why for name, why in whys.items()}
+
+
+def _set_aside_more_than_linear(source: Source, candidates: dict[str, str | None]) -> None:
+    """Keep a Linear that owns tensors a packed one has no place for, such as the scales of a quantised cache."""
+    parts: dict[str, list[str]] = {}
+    for name in source.tensors:
+        module, _, part = name.rpartition(".")
+        parts.setdefault(module, []).append(part)
+    for name, why in candidates.items():
+        plain = {"weight", names.BIAS}
+        if source.tensors[name].dtype == "F8_E4M3":
+            plain |= {f"weight{SCALE_SUFFIX}", *_ACTIVATION_SCALES}
+        more = [part for part in parts[module_of(name)] if part not in plain]
+        if why is None and more:
+            candidates[name] = f"more than a Linear: it has {', '.join(more[:3])}"
+
+
+def _check_names(tensors: tuple[PlannedTensor, ...]) -> None:
+    """UnsupportedError for names of the source that mean something else in a packed checkpoint."""
+    for tensor in tensors:
+        part = tensor.source.name.rpartition(".")[2]
+        if tensor.action == "copy" and part in (names.CODES, names.QMAP):
+            raise UnsupportedError(
+                f"expected no tensor whose name ends as those of packed Linears do, got {tensor.source.name}; "
+                "w3pack cannot hold this model"
+            )
 
 
 def _fp8_block(source: Source) -> tuple[int, int] | None:
@@ -240,31 +281,37 @@ def _planned(
         )
     if scales is not None and block is not None:
         _check_grid(info, source.tensors[scales], block)
-    if (
-        block is not None
-        and info.name.endswith(SCALE_SUFFIX)
-        and info.name.removesuffix(SCALE_SUFFIX) in source.tensors
-    ):
-        if source.tensors[info.name.removesuffix(SCALE_SUFFIX)].dtype == "F8_E4M3":
-            return PlannedTensor(source=info, action="drop", reason="multiplied into its FP8 weight", outputs=())
+    owner = source.tensors.get(info.name.removesuffix(SCALE_SUFFIX)) if block is not None else None
+    if owner is not None and owner.name != info.name and owner.dtype == "F8_E4M3":
+        return PlannedTensor(source=info, action="drop", reason="multiplied into its FP8 weight", outputs=())
+    module, _, part = info.name.rpartition(".")
+    weight = source.tensors.get(names.tensor(module, "weight"))
+    if block is not None and part in _ACTIVATION_SCALES and weight is not None and weight.dtype == "F8_E4M3":
+        return PlannedTensor(source=info, action="drop", reason="scale of FP8 activations", outputs=())
     if info.name in tied_head:
         return PlannedTensor(source=info, action="drop", reason="the same bytes as the tied embedding", outputs=())
     if why is not None:
         if fp8:
-            kept = replace(info, dtype="BF16", nbytes=2 * info.nbytes)
+            kept = _info(info.name, "BF16", info.shape)
             return PlannedTensor(source=info, action="dequantize", reason=why, outputs=(kept,), scales=scales)
-        return PlannedTensor(source=info, action="copy", reason=why, outputs=(info,))
-    module = module_of(info.name)
+        return PlannedTensor(
+            source=info, action="copy", reason=why, outputs=(_info(info.name, info.dtype, info.shape),)
+        )
     rows, columns = info.shape
-    spec = LinearSpec(
-        rows=rows,
-        columns=columns,
-        group_size=options.group_size,
-        layout=options.layout,
-        maps=1,
-        qmap_dtype=options.qmap_dtype or "int8",
-        bias=names.tensor(module, names.BIAS) in source.tensors,
-    )
+    try:
+        spec = LinearSpec(
+            rows=rows,
+            columns=columns,
+            group_size=options.group_size,
+            layout=options.layout,
+            maps=1,
+            qmap_dtype=options.qmap_dtype or "int8",
+            bias=names.tensor(module, names.BIAS) in source.tensors,
+        )
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"{info.name} of {rows} x {columns} cannot be packed: {error}; pass --skip {module}"
+        ) from error
     if options.qmap_per == "row":
         spec = replace(spec, maps=spec.padded_rows)
     outputs = tuple(
@@ -292,10 +339,8 @@ def _check_grid(weight: TensorInfo, scales: TensorInfo, block: tuple[int, int]) 
 
 
 def _info(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
-    nbytes = DTYPES[dtype].itemsize
-    for side in shape:
-        nbytes *= side
-    return TensorInfo(name=name, dtype=dtype, shape=shape, nbytes=nbytes, file="")
+    """A tensor of the output. A source's `nbytes` may be smaller than its dtype and shape say (GGUF blocks)."""
+    return TensorInfo(name=name, dtype=dtype, shape=shape, nbytes=DTYPES[dtype].itemsize * math.prod(shape), file="")
 
 
 def _guard(quantized: list[PlannedTensor]) -> TensorInfo:
@@ -331,7 +376,7 @@ def _coverage(tensors: tuple[PlannedTensor, ...]) -> float:
 
 
 def _elements(info: TensorInfo) -> int:
-    return info.nbytes // DTYPES[info.dtype].itemsize
+    return math.prod(info.shape)
 
 
 def _check_coverage(plan: Plan, options: QuantizeOptions) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,7 @@ from w3pack.format.layout import CODES_PER_MAP
 from w3pack.quantize import map_names, named_map
 
 _DEFAULT_KEY = "default"
+_MAX_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,13 @@ class QmapChoice:
     def origin_of(self, module: str) -> str:
         """How the report calls the map of a module."""
         return "learned" if self.of(module) is None else self.origin
+
+    def fingerprint(self) -> str:
+        """A digest of the maps themselves: the same file name may hold others tomorrow."""
+        hasher = hashlib.sha256()
+        for name, values in sorted({**self.by_module, "": self.default}.items()):
+            hasher.update(f"{name} {None if values is None else values.tolist()}\n".encode())
+        return hasher.hexdigest()
 
     @property
     def fits_int8(self) -> bool:
@@ -57,10 +67,15 @@ def read_qmaps(choice: str | None) -> QmapChoice:
         return QmapChoice(by_module={}, default=None, origin="learned")
     if choice in map_names():
         return QmapChoice(by_module={}, default=named_map(choice), origin=choice)
-    path = Path(choice).expanduser()
-    if not path.is_file():
-        raise UsageError(f"expected --qmap to be one of {', '.join(map_names())} or a JSON file, got {choice!r}")
+    path = Path(os.path.expanduser(choice))
+    if not os.path.isfile(path):
+        raise UsageError(f"expected --qmap to be one of {', '.join(map_names())} or a JSON file, got {choice[:80]!r}")
     try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise UsageError(
+                f"expected {path} to be at most {_MAX_BYTES >> 20} MiB, got {path.stat().st_size >> 20} MiB; "
+                f"write a list of {CODES_PER_MAP} numbers"
+            )
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
@@ -75,9 +90,11 @@ def read_qmaps(choice: str | None) -> QmapChoice:
 def _map(value: object, *, where: str) -> torch.Tensor:
     numbers = value if isinstance(value, list) else []
     if len(numbers) != CODES_PER_MAP or not all(type(n) in (int, float) and abs(n) < 1e30 for n in numbers):
-        raise UsageError(f"expected a list of {CODES_PER_MAP} finite numbers in {where}, got {str(value)[:80]}")
+        raise UsageError(
+            f"expected a list of {CODES_PER_MAP} finite numbers in {where}, got {str(value)[:80]}; mend the file"
+        )
     entries = torch.tensor(numbers, dtype=torch.float64).sort().values
     largest = float(entries.abs().max())
     if largest == 0 or bool((entries[1:] == entries[:-1]).any()):
-        raise UsageError(f"expected {CODES_PER_MAP} different numbers in {where}, got {str(value)[:80]}")
+        raise UsageError(f"expected {CODES_PER_MAP} different numbers in {where}, got {str(value)[:80]}; mend the file")
     return (entries / largest).float()  # the factor goes into the scales, which are searched for the map

@@ -1,14 +1,15 @@
 """Quantise a checkpoint, tensor by tensor, from files to files.
 
-    open the source -> plan every tensor -> check space -> claim the output
+    open the source -> plan every tensor -> claim the output -> check space -> copy the other files
     for each shard: for each tensor: read, (dequantise,) quantise, pack, write, digest     <- resumable after each shard
-    copy the other files -> write index, manifest and config -> let the folder appear
+    write index, manifest and config -> let the folder appear
 
 Nothing here holds more than one tensor of the source at a time.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from w3pack.pipeline.qmaps import QmapChoice, read_qmaps
 from w3pack.pipeline.report import ModuleError, Report, kind_rows
 from w3pack.quantize import QuantizedLinear, QuantizeSettings, quantize_data_free
 from w3pack.quantize.fp8_blocks import dequantize_blocks
+from w3pack.reference import w3
 
 #: Called when a Linear is done, with its module name and its number of weights.
 Progress = Callable[[str, int], None]
@@ -90,13 +92,33 @@ def run(
         progress: told of each finished Linear.
 
     Raises:
-        W3PackError: one of its children, see `w3pack.errors`; the unfinished work stays beside `output` for `resume`.
+        W3PackError: one of its children, see `w3pack.errors`; finished shards stay beside `output` for `resume`.
     """
     started = time.monotonic()
     _check_place(job, output)
-    fingerprint = f"{job.source.fingerprint()} {settings_fingerprint(job.options, version=__version__)}"
+    parts = (job.source.fingerprint(), settings_fingerprint(job.options, version=__version__), job.qmaps.fingerprint())
+    fingerprint = " ".join((*parts, device.partition(":")[0]))
     staging = Staging(output, fingerprint=fingerprint, overwrite=overwrite, resume=resume)
-    _check_space(job, staging)
+    try:
+        _check_space(job, staging)
+        staging.copy(job.source.companion_files())
+        done = _write_shards(job, staging, workers=workers, device=device, progress=progress)
+        records = staging.records
+        errors = {
+            name: ModuleError(**entry["error"])
+            for shard in records.values()
+            for name, entry in shard["modules"].items()
+        }
+        staging.publish(_documents(job, records, errors))
+    except BaseException:  # an interruption too
+        staging.abandon()
+        raise
+    seconds = time.monotonic() - started
+    return _report(job, output, errors, seconds=seconds, done=done)
+
+
+def _write_shards(job: Job, staging: Staging, *, workers: int | None, device: str, progress: Progress | None) -> int:
+    """Write the shards that are not there yet; returns the weights quantised."""
     done = 0
     for file, tensors in job.plan.shards.items():
         if file in staging.records:
@@ -113,20 +135,13 @@ def run(
                     if progress is not None:
                         progress(tensor.module, tensor.spec.weights)
         staging.finish_shard(file, record)
-    staging.copy(job.source.companion_files())
-    records = staging.records
-    errors = {
-        name: ModuleError(**entry["error"]) for shard in records.values() for name, entry in shard["modules"].items()
-    }
-    staging.publish(_documents(job, records, errors))
-    seconds = time.monotonic() - started
-    return _report(job, output, errors, seconds=seconds, done=done)
+    return done
 
 
 def _check_place(job: Job, output: Path) -> None:
-    source = Path(job.source.location).expanduser()
-    if source.exists():
-        target, origin = output.resolve(), source.resolve()
+    source = os.path.expanduser(job.source.location)
+    if os.path.exists(source):
+        target, origin = Path(os.path.realpath(os.path.expanduser(output))), Path(os.path.realpath(source))
         if target == origin or target in origin.parents or (origin.is_dir() and origin in target.parents):
             raise UsageError(
                 f"expected an output apart from the source, got {output} for {source}; choose another place with -o"
@@ -166,13 +181,14 @@ def _process(
             seed=job.options.seed,
             workers=workers,
         )
-        error = measure_error(weight, result)
         packed = {
             names.CODES: pack_codes(result.codes, tensor.spec),
             names.SCALES: pack_scales(result.scales, tensor.spec),
             names.QMAP: pad_qmap(result.qmap, tensor.spec),
         }
-        del weight, result
+        del result
+        error = measure_error(weight, packed, tensor.spec)
+        del weight
         for part, data in packed.items():
             _write(writer, names.tensor(tensor.module, part), data, record)
         record["modules"][tensor.module] = {
@@ -211,7 +227,7 @@ def read_float(source: Source, tensor: PlannedTensor, block: tuple[int, int] | N
 
 def check_finite(data: torch.Tensor, name: str) -> None:
     """CheckpointError naming the tensor when a float in it is NaN or infinite."""
-    if not data.is_floating_point() or (data.dtype.itemsize == 1 and data.dtype != torch.float8_e4m3fn):
+    if not (data.is_floating_point() or data.is_complex()):
         return
     for part in data.reshape(-1).split(_ROWS_AT_ONCE):
         finite = torch.isfinite(part.to(torch.float32) if part.dtype.itemsize == 1 else part)
@@ -254,23 +270,21 @@ def quantize_weight(
     return replace(result, codes=result.codes.cpu(), qmap=result.qmap.cpu(), scales=result.scales.cpu())
 
 
-def measure_error(weight: torch.Tensor, result: QuantizedLinear) -> ModuleError:
-    """Squared sums, in float64 and in a fixed order, of error and weight; a block of rows at a time."""
+def measure_error(weight: torch.Tensor, packed: Mapping[str, torch.Tensor], spec: LinearSpec) -> ModuleError:
+    """Squared sums of error and weight, of the packed tensors as they are stored.
+
+    Sums run over one row at a time in float64 and then over the list of rows, so that not even the last bit depends on
+    the number of threads.
+
+    Args:
+        weight: float32 [rows, columns] on the CPU.
+        packed: `codes`, `scales` and `qmap` of the Linear.
+    """
     squared_error = squared_weight = 0.0
-    rows = max(1, _ROWS_AT_ONCE // (8 * weight.shape[1]))
-    one_map = result.qmap.shape[0] == 1
-    for first in range(0, weight.shape[0], rows):
-        part = slice(first, first + rows)
-        block = replace(
-            result,
-            codes=result.codes[part],
-            scales=result.scales[part],
-            qmap=result.qmap if one_map else result.qmap[part],
-        )
-        difference = block.dequantize().sub_(weight[part]).double()
-        # one row at a time and then the short list of rows: the order, so the last bit, does not depend on threads
-        squared_error += sum(difference.square_().sum(dim=1).tolist())
-        squared_weight += sum(weight[part].double().square_().sum(dim=1).tolist())
+    blocks = w3.dequantized_blocks(packed[names.CODES], packed[names.SCALES], packed[names.QMAP], spec=spec)
+    for rows, block in blocks:
+        squared_error += sum((block - weight[rows]).square_().sum(dim=1, dtype=torch.float64).tolist())
+        squared_weight += sum(weight[rows].square().sum(dim=1, dtype=torch.float64).tolist())
     return ModuleError(squared_error=squared_error, squared_weight=squared_weight)
 
 

@@ -10,6 +10,7 @@ import difflib
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from w3pack.checkpoint.source import TensorInfo
 from w3pack.errors import UsageError
@@ -65,14 +66,29 @@ class Selector:
 
     entries: tuple[str, ...]
 
+    @cached_property
+    def _whole(self) -> frozenset[str]:
+        return frozenset(entry for entry in self.entries if not entry.startswith("re:"))
+
+    @cached_property
+    def _patterns(self) -> tuple[re.Pattern[str], ...]:
+        return tuple(_compiled(entry) for entry in self.entries if entry.startswith("re:"))
+
     def matches(self, module: str) -> bool:
         """Whether any entry means this module."""
-        return any(_entry_matches(entry, module) for entry in self.entries)
+        return module in self._whole or any(pattern.fullmatch(module) for pattern in self._patterns)
 
     def check(self, modules: Collection[str], *, option: str) -> None:
         """UsageError, listing near names, for an entry that means none of `modules`."""
+        known = set(modules)
         for entry in self.entries:
-            if not any(_entry_matches(entry, module) for module in modules):
+            if not entry:
+                raise UsageError(
+                    f"expected a module name after {option}, got a blank; leave the option out to name none"
+                )
+            pattern = _compiled(entry) if entry.startswith("re:") else None
+            found = entry in known if pattern is None else any(pattern.fullmatch(module) for module in known)
+            if not found:
                 near = difflib.get_close_matches(entry.removeprefix("re:"), list(modules), n=3, cutoff=0.5)
                 hint = (
                     f"; near names: {', '.join(near)}" if near else f"; names look like {next(iter(modules), 'none')}"
@@ -80,17 +96,13 @@ class Selector:
                 raise UsageError(f"expected {option} {entry!r} to name a Linear of this checkpoint, got no match{hint}")
 
 
-def _entry_matches(entry: str, module: str) -> bool:
-    if entry.startswith("re:"):
-        try:
-            return re.fullmatch(entry[3:], module) is not None
-        except re.error as error:
-            raise UsageError(
-                f"expected a regular expression after re:, got {entry[3:]!r} ({error}); mend it"
-            ) from error
-    return entry == module
+def _compiled(entry: str) -> re.Pattern[str]:
+    try:
+        return re.compile(entry.removeprefix("re:"))
+    except (re.error, OverflowError, RecursionError) as error:
+        raise UsageError(f"expected a regular expression after re:, got {entry[3:]!r} ({error}); mend it") from error
 
 
 def selector(entries: Iterable[str] | Sequence[str]) -> Selector:
     """A `Selector` of the entries, without blanks around them."""
-    return Selector(tuple(entry.strip() for entry in entries if entry.strip()))
+    return Selector(tuple(entry.strip() for entry in entries))

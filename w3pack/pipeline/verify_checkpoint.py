@@ -14,11 +14,10 @@ from w3pack.checkpoint.tensor_file import digest
 from w3pack.errors import CheckpointError, VerificationError
 from w3pack.format import names
 from w3pack.format.linear import LinearSpec
-from w3pack.pack.words import unpack_codes, unpack_padded, unpack_scales
+from w3pack.pack.words import unpack_codes, unpack_padded
 from w3pack.pipeline.packed import PackedCheckpoint, open_packed
 from w3pack.pipeline.plan import QuantizeOptions, make_plan
 from w3pack.pipeline.quantize_model import check_finite, measure_error, read_float
-from w3pack.quantize import QuantizedLinear
 
 #: How far the error of a layer, measured again, may be from the manifest's figure: rounding of the sums only.
 _ERROR_TOLERANCE = 1e-4
@@ -75,6 +74,11 @@ def _check_digests(packed: PackedCheckpoint, progress: Callable[[str], None] | N
         )
     for name in found:
         data = packed.source.read(name)
+        if recorded and (recorded[name].get("dtype"), recorded[name].get("shape")) != _form(data):
+            raise VerificationError(
+                f"expected {name} of {recorded[name].get('dtype')} {recorded[name].get('shape')} as the manifest says, "
+                f"got {' '.join(map(str, _form(data)))}; copy the checkpoint again"
+            )
         if recorded and digest(data) != recorded[name].get("sha256"):
             raise VerificationError(
                 f"expected {name} to have the digest in the manifest, got other bytes; copy the checkpoint again"
@@ -86,6 +90,10 @@ def _check_digests(packed: PackedCheckpoint, progress: Callable[[str], None] | N
         if progress is not None:
             progress(name)
     return len(recorded)
+
+
+def _form(data: torch.Tensor) -> tuple[str, list[int]]:
+    return str(data.dtype).removeprefix("torch."), list(data.shape)
 
 
 def _check_values(packed: PackedCheckpoint, module: str, spec: LinearSpec) -> None:
@@ -112,6 +120,12 @@ def _check_values(packed: PackedCheckpoint, module: str, spec: LinearSpec) -> No
 
 def _check_errors(packed: PackedCheckpoint, source: Source, progress: Callable[[str], None] | None) -> dict[str, float]:
     modules = packed.config.modules
+    absent = [name for name in modules if names.tensor(name, "weight") not in source.tensors]
+    if absent:
+        raise VerificationError(
+            f"expected {absent[0]} in the source {source.location}, got no such tensor; "
+            "this is not the model that was quantised"
+        )
     only = tuple(modules)
     first = next(iter(modules.values()))
     options = QuantizeOptions(
@@ -127,14 +141,8 @@ def _check_errors(packed: PackedCheckpoint, source: Source, progress: Callable[[
                 f"expected {tensor.module} of {spec.rows} x {spec.columns} in the source, got {list(tensor.source.shape)}; "
                 "this is not the model that was quantised"
             )
-        qmap = packed.read(tensor.module, names.QMAP)
-        result = QuantizedLinear(
-            codes=unpack_codes(packed.read(tensor.module, names.CODES), spec),
-            qmap=qmap if spec.maps == 1 else qmap.repeat_interleave(spec.rows_per_map, dim=0)[: spec.rows],
-            scales=unpack_scales(packed.read(tensor.module, names.SCALES), spec),
-            group_size=spec.group_size,
-        )
-        errors[tensor.module] = measure_error(read_float(source, tensor, plan.block), result).relative
+        stored = {part: packed.read(tensor.module, part) for part in names.PACKED}
+        errors[tensor.module] = measure_error(read_float(source, tensor, plan.block), stored, spec).relative
         recorded = packed.relative_error(tensor.module)
         if recorded is not None and abs(errors[tensor.module] - recorded) > _ERROR_TOLERANCE * max(recorded, 1e-3):
             raise VerificationError(
@@ -143,4 +151,10 @@ def _check_errors(packed: PackedCheckpoint, source: Source, progress: Callable[[
             )
         if progress is not None:
             progress(tensor.module)
+    unchecked = [name for name in modules if name not in errors]
+    if unchecked:
+        raise VerificationError(
+            f"expected {unchecked[0]} to be a Linear in the source {source.location}, got something else; "
+            "this is not the model that was quantised"
+        )
     return errors

@@ -74,8 +74,8 @@ def map_sums(
         batch: n groups.
         scale: float32 [n], from `search_scales`.
         table: float32 [1 or n, 8].
-        emphasis: groups count as peak^emphasis; 2 + 2 * power is the objective in the units of the weight, 0 treats all
-            groups alike.
+        emphasis: groups count as peak^emphasis; 2 + 2 * power is the objective in the units of the weight, more lets
+            groups with outliers shape the map, 0 treats all groups alike.
 
     Returns:
         float64 [n, 8] twice.

@@ -5,10 +5,13 @@ W[n, k] = value(qmap[map_of(n), code[n, k]]) * scale[n, k // group_size]        
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
+from w3pack.format.layout import TILE
 from w3pack.format.linear import LinearSpec
-from w3pack.pack.words import unpack_padded
+from w3pack.pack.words import row_quads
 
 #: Rows decoded at once: the temporaries of a block stay in a few MiB, whatever the matrix.
 _BLOCK_WEIGHTS = 1 << 20
@@ -48,33 +51,49 @@ def dequantize(
     Returns:
         [rows, columns].
     """
-    exact = torch.float64 if dtype == torch.float64 else torch.float32
-    values = map_values(qmap, dtype=exact)
     weight = torch.empty(spec.rows, spec.columns, dtype=dtype, device=codes.device)
-    tiles_at_once = max(1, _BLOCK_WEIGHTS // (64 * spec.padded_columns))
+    for rows, block in dequantized_blocks(codes, scales, qmap, spec=spec, exact=dtype == torch.float64):
+        weight[rows] = block.to(dtype)
+    return weight
+
+
+def dequantized_blocks(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    qmap: torch.Tensor,
+    *,
+    spec: LinearSpec,
+    exact: bool = False,
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """The weight matrix in blocks of whole row tiles: (rows, float32 [block rows, columns]), float64 if `exact`."""
+    dtype = torch.float64 if exact else torch.float32
+    values = map_values(qmap, dtype=dtype)
+    table = _quad_table(values[0]) if spec.maps == 1 else None
+    tiles_at_once = max(1, _BLOCK_WEIGHTS // (TILE * spec.padded_columns))
     for first in range(0, codes.shape[0], tiles_at_once):
         last = min(first + tiles_at_once, codes.shape[0])
-        block = LinearSpec(
-            rows=64 * (last - first),
-            columns=spec.padded_columns,
-            group_size=spec.group_size,
-            layout=spec.layout,
-            maps=1,
-            qmap_dtype=spec.qmap_dtype,
-            bias=False,
-        )
-        rows = slice(64 * first, min(64 * last, spec.rows))
-        index = unpack_padded(codes[first:last], block).int()
-        if spec.maps == 1:
-            picked = values.view(-1)[index]
+        quads = row_quads(codes[first:last], spec.layout)
+        if table is not None:
+            picked = table.index_select(0, quads.view(-1) & 0x7777)
         else:
-            map_of = torch.arange(64 * first, 64 * last, device=codes.device) // spec.rows_per_map
-            picked = values.view(-1)[index + 8 * map_of[:, None]]
-        # float16 [tiles, groups, 8, 8] -> [rows, groups]
-        by_row = scales[first:last].permute(0, 3, 2, 1).reshape(block.rows, spec.groups).to(exact)
-        picked = picked.view(block.rows, spec.groups, spec.group_size).mul_(by_row.unsqueeze(-1))
-        weight[rows] = picked.view(block.rows, -1)[: rows.stop - rows.start, : spec.columns].to(dtype)
-    return weight
+            shifts = torch.arange(0, 16, 4, device=codes.device, dtype=torch.int32)
+            index = (quads.unsqueeze(-1) >> shifts) & 7  # [block rows, columns / 4, 4]
+            map_of = torch.arange(TILE * first, TILE * last, device=codes.device) // spec.rows_per_map
+            picked = values.view(-1)[index + 8 * map_of[:, None, None]]
+        # float16 [tiles, groups, 8, 8] -> [block rows, groups, 1]
+        by_row = scales[first:last].permute(0, 3, 2, 1).reshape(quads.shape[0], spec.groups, 1).to(dtype)
+        block = picked.view(quads.shape[0], spec.groups, spec.group_size).mul_(by_row).view(quads.shape[0], -1)
+        rows = slice(TILE * first, min(TILE * last, spec.rows))
+        yield rows, block[: rows.stop - rows.start, : spec.columns]
+
+
+def _quad_table(values: torch.Tensor) -> torch.Tensor:
+    """Four codes at once: [0x7778, 4], entry s holding the values of the codes in the four nibbles of selector s.
+
+    A selector is a code word's half, as in the kernels; one lookup fetches four neighbouring weights.
+    """
+    selectors = torch.arange(0x7778, device=values.device)
+    return torch.stack([values[(selectors >> shift) & 7] for shift in (0, 4, 8, 12)], dim=-1)
 
 
 def linear(

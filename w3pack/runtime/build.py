@@ -148,7 +148,9 @@ def check_loaded(model: nn.Module) -> None:
         if not isinstance(module, W3Linear):
             continue
         module.check(path)
-        if module.scales.device.type != "meta" and not bool(torch.isfinite(module.scales).all()):
-            raise CheckpointError(
-                f"expected finite scales in {path}.scales, got NaN or infinity; the checkpoint is damaged"
-            )
+        for part in ("scales", "qmap"):
+            tensor = getattr(module, part)
+            if tensor.device.type != "meta" and not bool(torch.isfinite(tensor).all()):
+                raise CheckpointError(
+                    f"expected finite {part} in {path}.{part}, got NaN or infinity; the checkpoint is damaged"
+                )

@@ -76,7 +76,8 @@ class W3Linear(nn.Module):
         nbytes = self.spec.weights * dtype.itemsize
         if self._dense is None and not dense_cache.admit(nbytes):
             return None
-        self._dense = self.dequantized_weight(dtype)
+        with torch.inference_mode(False):  # kept beyond this call: a later one may need it for a gradient
+            self._dense = self.dequantized_weight(dtype)
         return self._dense
 
     def drop_dense(self) -> None:
@@ -95,6 +96,10 @@ class W3Linear(nn.Module):
                 exact = stored if stored.device == moved.device else stored.to(moved.device)
                 setattr(self, name, _frozen(exact.data))
         return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.drop_dense()  # it stands for the parameters that are about to change
+        super()._load_from_state_dict(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_dense": None}
@@ -126,6 +131,10 @@ class W3Linear(nn.Module):
                 raise UnsupportedError(
                     f"expected {name}.{part} to be {dtypes[part]} {shapes[part]}, got {tensor.dtype} {tuple(tensor.shape)}"
                 )
+        if self.bias is not None and (tuple(self.bias.shape) != (self.spec.rows,) or not self.bias.is_floating_point()):
+            raise UnsupportedError(
+                f"expected {name}.bias to be floats of shape {(self.spec.rows,)}, got {self.bias.dtype} {tuple(self.bias.shape)}"
+            )
 
 
 def _frozen(tensor: torch.Tensor) -> nn.Parameter:
