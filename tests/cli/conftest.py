@@ -93,6 +93,15 @@ def snapshot(folder: Path) -> dict[str, str]:
     }
 
 
+class Tiny:
+    """What the tests make checkpoints with."""
+
+    config = LLAMA
+    tensors = staticmethod(llama_tensors)
+    write = staticmethod(write_checkpoint)
+    snapshot = staticmethod(snapshot)
+
+
 @dataclass
 class Result:
     """What a command left behind."""
@@ -108,6 +117,12 @@ class Result:
 
 
 Cli = Callable[..., Result]
+
+
+@pytest.fixture(scope="session")
+def tiny() -> type[Tiny]:
+    """The maker of checkpoints."""
+    return Tiny
 
 
 @pytest.fixture

@@ -60,7 +60,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {}),
     "gemma": ("GemmaConfig", {"tie_word_embeddings": True}),
     "gemma2": ("Gemma2Config", {"tie_word_embeddings": True, "sliding_window": 4, "query_pre_attn_scalar": 30}),
-    "gemma3_text": ("Gemma3TextConfig", {"tie_word_embeddings": True, "sliding_window": 4, "query_pre_attn_scalar": 30}),
+    "gemma3_text": (
+        "Gemma3TextConfig",
+        {"tie_word_embeddings": True, "sliding_window": 4, "query_pre_attn_scalar": 30},
+    ),
     "mistral": ("MistralConfig", {"sliding_window": 4}),
     "phi3": ("Phi3Config", {"hidden_size": 576}),
     # layer 1 is a dense MLP
@@ -101,7 +104,11 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have the same dtype, shape and bits (NaN equals itself)."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return bool(torch.equal(a.detach().contiguous().flatten().view(torch.uint8), b.detach().contiguous().flatten().view(torch.uint8)))
+    return bool(
+        torch.equal(
+            a.detach().contiguous().flatten().view(torch.uint8), b.detach().contiguous().flatten().view(torch.uint8)
+        )
+    )
 
 
 @functools.cache
@@ -109,22 +116,28 @@ def bit_positions(layout: str) -> np.ndarray:
     """int64 [64, 64, 3, 4]: for each bit of each code of a tile its vector, lane, component and bit, after `code_bits`."""
     return np.array(
         [
-            [[(at.vector, at.lane, at.component, at.bit) for at in code_bits(layout, row, column)] for column in range(64)]
+            [
+                [(at.vector, at.lane, at.component, at.bit) for at in code_bits(layout, row, column)]
+                for column in range(64)
+            ]
             for row in range(64)
         ]
     )
 
 
 def unpack_slowly(codes: torch.Tensor, scales: torch.Tensor, qmap: torch.Tensor, spec: LinearSpec) -> torch.Tensor:
-    """float64 [rows, columns] out of the packed tensors, bit by bit: shares no code with the packer or the reference."""
+    """float32 [rows, columns] out of the packed tensors, bit by bit: shares no code with the packer or the reference.
+
+    value(q) and the product are rounded to float32 as in the reference, so that a cast to bfloat16 rounds alike.
+    """
     vector, lane, component, bit = np.moveaxis(bit_positions(spec.layout), -1, 0)
     words = codes.numpy().view(np.uint32)  # [row tiles, column tiles, vectors, 32, 4]
     tiles, across = words.shape[:2]
     bits = words[:, :, vector, lane, component] >> bit.astype(np.uint32) & 1  # [row tiles, column tiles, 64, 64, 3]
     code = (bits.astype(np.int64) << np.arange(3)).sum(axis=-1).transpose(0, 2, 1, 3).reshape(64 * tiles, 64 * across)
     first, second = np.array([scale_position(row) for row in range(64)]).T
-    scale = scales.to(torch.float64).numpy()[:, :, first, second].transpose(0, 2, 1).reshape(64 * tiles, spec.groups)
-    values = qmap.to(torch.float64).numpy() / (127 if spec.qmap_dtype == "int8" else 1)
+    scale = scales.to(torch.float32).numpy()[:, :, first, second].transpose(0, 2, 1).reshape(64 * tiles, spec.groups)
+    values = qmap.to(torch.float32).numpy() / np.float32(127 if spec.qmap_dtype == "int8" else 1)
     map_of = np.arange(64 * tiles) // (64 * tiles // spec.maps)
     weight = values[map_of[:, None], code] * scale.repeat(spec.group_size, axis=1)
     return torch.from_numpy(weight[: spec.rows, : spec.columns].copy())
@@ -178,10 +191,13 @@ class Lab:
 
     def load(self, folder: Path, **kwargs: Any) -> Any:
         """`from_pretrained`, ready for inference."""
+        kwargs.setdefault(
+            "experts_implementation", "eager"
+        )  # of experts that stay in floats: it rounds as W3Experts does
         return transformers.AutoModelForCausalLM.from_pretrained(folder, **kwargs).eval()
 
     def weights(self, packed: Packed) -> dict[str, torch.Tensor]:
-        """Quantised module -> the float64 matrix that its packed tensors stand for, found the slow way."""
+        """Quantised module -> the float32 matrix that its packed tensors stand for, found the slow way."""
         if packed.folder not in self._weights:
             stored = read_tensors(packed.folder)
             self._weights[packed.folder] = {
@@ -203,7 +219,7 @@ class Lab:
         folder.mkdir(exist_ok=True)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "config.json").write_bytes((packed.source / "config.json").read_bytes())
-        return self.load(folder, dtype=dtype, experts_implementation="eager")
+        return self.load(folder, dtype=dtype)
 
     @staticmethod
     def tokens(*, batch: int = 2, length: int = 9) -> torch.Tensor:
@@ -245,7 +261,11 @@ class Lab:
         """Rewrite the single weight file of a checkpoint after `change` has edited its tensors."""
         tensors = read_tensors(folder)
         change(tensors)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            folder / "model.safetensors",
+            metadata={"format": "pt"},
+        )
         return folder
 
 

@@ -99,7 +99,9 @@ def assert_dtypes(model: torch.nn.Module, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("asked", [torch.float32, torch.bfloat16, torch.float16, "auto", None], ids=str)
 @pytest.mark.parametrize("family", ["qwen2", "mixtral"])
 @pytest.mark.parametrize("stored", DTYPES, ids=str)
-def test_dtype_argument_is_honoured(lab: Any, family: str, stored: torch.dtype, asked: torch.dtype | str | None) -> None:
+def test_dtype_argument_is_honoured(
+    lab: Any, family: str, stored: torch.dtype, asked: torch.dtype | str | None
+) -> None:
     packed = lab.packed(family, dtype=stored)
     model = lab.load(packed.folder, **({} if asked is None else {"dtype": asked}))
     expected = asked if isinstance(asked, torch.dtype) else stored
@@ -180,8 +182,14 @@ def test_tied_embedding_stays_tied(lab: Any) -> None:
 
 
 def test_a_loaded_model_takes_other_weights(lab: Any) -> None:
-    first, second = lab.packed("llama", seed=0), lab.packed("llama", qmap="nf3")
+    first, second = (lab.packed("qwen2", qmap_dtype="float16", qmap=qmap) for qmap in (None, "nf3"))
     model, other = lab.load(first.folder), lab.load(second.folder)
     assert lab.distance(lab.logits(model), lab.logits(other)) > 1e-3
     model.load_state_dict(other.state_dict())  # after a forward: nothing of the old weights may survive
     assert lab.same(lab.logits(model), lab.logits(other))
+
+
+def test_a_loaded_model_refuses_a_map_of_another_dtype(lab: Any) -> None:
+    model, other = lab.load(lab.packed("qwen2").folder), lab.load(lab.packed("qwen2", qmap_dtype="float16").folder)
+    with pytest.raises(RuntimeError, match=r"q_proj\.qmap to be torch\.int8, got torch\.float16"):
+        model.load_state_dict(other.state_dict())

@@ -81,7 +81,9 @@ def stacked_source(lab: Any, folder: Path) -> Path:
 
 def test_stacked_experts_fail_on_the_coverage_floor(lab: Any, tmp_path: Path) -> None:
     source = stacked_source(lab, tmp_path / "stacked")
-    with pytest.raises(UnsupportedError, match=r"at least 90%.*could only \d+\.\d%.*experts\.gate_up_proj.*3-dimensional"):
+    with pytest.raises(
+        UnsupportedError, match=r"at least 90%.*could only \d+\.\d%.*experts\.gate_up_proj.*3-dimensional"
+    ):
         lab.pack(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -90,6 +92,6 @@ def test_stacked_experts_load_when_the_floor_is_lifted(lab: Any, tmp_path: Path)
     source = stacked_source(lab, tmp_path / "stacked")
     packed = lab.pack(source, tmp_path / "out", min_coverage=0.0)
     assert packed.report.coverage < 0.9
-    model, stock = lab.load(packed.folder, experts_implementation="eager"), lab.stock(packed, dtype=torch.float32)
+    model, stock = lab.load(packed.folder), lab.stock(packed, dtype=torch.float32)
     assert not any(isinstance(module, W3Experts) for module in model.modules())
     assert lab.distance(lab.logits(model), lab.logits(stock)) < 1e-3

@@ -31,9 +31,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("limit", ["5GB", "200KB"])
 @pytest.mark.parametrize(("family", "options"), CASES, ids=lambda value: str(value))
-def test_round_trip_is_bit_for_bit(
-    lab: Any, tmp_path: Path, family: str, options: dict[str, Any], limit: str
-) -> None:
+def test_round_trip_is_bit_for_bit(lab: Any, tmp_path: Path, family: str, options: dict[str, Any], limit: str) -> None:
     packed = lab.packed(family, **options)
     model = lab.load(packed.folder)
     logits = lab.logits(model)
@@ -58,7 +56,11 @@ def test_names_of_the_source_are_kept(lab: Any, tmp_path: Path) -> None:
     for folder in (packed.folder, tmp_path):
         stored = lab.read(folder)
         assert f"{legacy}.codes" in stored
-        kept = {name for name in stored if not name.endswith((".codes", ".scales", ".qmap")) and stored[name].dtype != torch.uint8}
+        kept = {
+            name
+            for name in stored
+            if not name.endswith((".codes", ".scales", ".qmap")) and stored[name].dtype != torch.uint8
+        }
         assert kept <= set(source)
 
 

@@ -78,7 +78,9 @@ def test_skip_entry_of_the_router_is_not_a_prefix(tmp_path: Path) -> None:
 def test_stacks_fail_on_the_floor(tmp_path: Path) -> None:
     source = write(tmp_path, stacked=True)
     share = ATTENTION / (ATTENTION + STACKS + ROUTER)
-    with pytest.raises(UnsupportedError, match=rf"at least 90%.*could only {share:.1%}.*experts\.gate_up_proj.*3-dimensional"):
+    with pytest.raises(
+        UnsupportedError, match=rf"at least 90%.*could only {share:.1%}.*experts\.gate_up_proj.*3-dimensional"
+    ):
         plan(source)
     with pytest.raises(UnsupportedError, match=r"at least 50%"):
         plan(source, min_coverage=0.5)

@@ -11,6 +11,8 @@ from w3pack.errors import CheckpointError
 from w3pack.format import names
 from w3pack.format.config import W3Config
 
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
 
 def check_files(files: list[Path], config: W3Config) -> None:
     """`check_tensors` on the headers of a checkpoint's files; also CheckpointError for a truncated file."""
@@ -48,9 +50,12 @@ def check_tensors(found: Mapping[str, TensorInfo], config: W3Config) -> None:
                 f"expected {'a' if spec.bias else 'no'} tensor {bias}, got {'none' if spec.bias else 'one'}; "
                 "config.json and the weights do not belong together"
             )
-        if spec.bias and found[bias].shape != (spec.rows,):
-            raise CheckpointError(f"expected {bias} of shape {[spec.rows]}, got {list(found[bias].shape)}")
-    for name in found:
+        if spec.bias and (found[bias].shape != (spec.rows,) or found[bias].dtype not in _FLOATS):
+            raise CheckpointError(
+                f"expected {bias} to be floats of shape {[spec.rows]}, got {found[bias].dtype} {list(found[bias].shape)}; "
+                "config.json and the weights do not belong together"
+            )
+    for name, info in found.items():
         module, _, part = name.rpartition(".")
         if module in config.modules and part not in (*names.PACKED, names.BIAS):
             if part == "weight" and module == config.guard:
@@ -58,7 +63,8 @@ def check_tensors(found: Mapping[str, TensorInfo], config: W3Config) -> None:
             raise CheckpointError(
                 f"expected only packed tensors for {module}, got {name}; config.json and the weights do not belong together"
             )
-        if part in (names.CODES, names.QMAP) and module not in config.modules:
+        tiled = part == names.SCALES and info.dtype == "F16" and len(info.shape) == 4 and info.shape[2:] == (8, 8)
+        if (part in (names.CODES, names.QMAP) or tiled) and module not in config.modules:
             raise CheckpointError(
                 f"expected every packed tensor to belong to a module of quantization_config, got {name}; "
                 "config.json and the weights do not belong together"

@@ -87,6 +87,9 @@ class W3HfQuantizer(HfQuantizer):  # type: ignore[misc]
             )
         _cast(model, self._dtypes)
         check_loaded(model)
+        for module in model.modules():
+            if isinstance(module, W3Linear):  # transformers makes every float that it loads trainable
+                module.requires_grad_(False)
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], *args: Any) -> list[Any]:
@@ -153,7 +156,10 @@ def _only_for(entry: Any, stacks: list[str]) -> list[Any]:
 def _planned_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Float parameter -> the dtype that transformers means it to have: the skeleton's, or its keep-in-float32 plan's."""
     stored = {
-        f"{path}.{part}" for path, module in model.named_modules() if isinstance(module, W3Linear) for part in names.PACKED
+        f"{path}.{part}"
+        for path, module in model.named_modules()
+        if isinstance(module, W3Linear)
+        for part in names.PACKED
     }
     plan = {re.compile(key.replace("*", ".*")): to for key, to in model._get_dtype_plan(dtype).items()}
     return {
@@ -166,7 +172,8 @@ def _planned_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
 def _cast(model: Any, dtypes: Mapping[str, torch.dtype]) -> None:
     """Give each parameter its dtype: transformers before 5.24 leaves one whose name it has changed in the file's dtype."""
     for name, parameter in model.named_parameters():
-        if parameter.dtype != dtypes.get(name, parameter.dtype) and parameter.device.type != "meta":
+        wrong = parameter.is_floating_point() and parameter.dtype != dtypes.get(name, parameter.dtype)
+        if wrong and parameter.device.type != "meta":
             parameter.data = parameter.data.to(dtypes[name])
 
 

@@ -11,7 +11,9 @@ def register() -> None:
 
     import w3pack.integrations.hf_quantizer as ours
 
-    if not hasattr(ours, "W3HfQuantizer"):  # it is being imported and has just imported transformers: it calls this at its end
+    if not hasattr(
+        ours, "W3HfQuantizer"
+    ):  # it is being imported and has just imported transformers: it calls this at its end
         return
     if QUANT_METHOD not in auto.AUTO_QUANTIZATION_CONFIG_MAPPING:
         auto.register_quantization_config(QUANT_METHOD)(ours.W3QuantizationConfig)

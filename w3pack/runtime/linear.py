@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -76,7 +76,10 @@ class W3Linear(nn.Module):
         nbytes = self.spec.weights * dtype.itemsize
         if self._dense is None and not dense_cache.admit(nbytes):
             return None
-        with torch.inference_mode(False):  # kept beyond this call: a later one may need it for a gradient
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):  # kept beyond this call: a later one may want a gradient of x
             self._dense = self.dequantized_weight(dtype)
         return self._dense
 
@@ -88,18 +91,36 @@ class W3Linear(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> W3Linear:
         self.drop_dense()
-        before = {name: getattr(self, name) for name in _STORED}
+        before = {name: getattr(self, name).data for name in _STORED}  # .data: a cast happens inside the parameter
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, stored in before.items():
             moved = getattr(self, name)
             if moved.dtype != stored.dtype:  # a cast to another float dtype: only the device may follow
                 exact = stored if stored.device == moved.device else stored.to(moved.device)
-                setattr(self, name, _frozen(exact.data))
+                setattr(self, name, _frozen(exact))
         return self
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, torch.Tensor],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
         self.drop_dense()  # it stands for the parameters that are about to change
-        super()._load_from_state_dict(*args, **kwargs)
+        for part in _STORED:  # torch would cast: a float map to int8, say, which is another map
+            name, have = prefix + part, getattr(self, part).dtype
+            if name in state_dict and state_dict[name].dtype != have:
+                error_msgs.append(
+                    f"expected {name} to be {have}, got {state_dict[name].dtype}; load the checkpoint anew"
+                )
+                return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_dense": None}
