@@ -330,6 +330,6 @@ def test_a_file_that_shrinks_while_open_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", "llama", blocks(ATTENTION | MLP))
     src = source(path)
     path.write_bytes(path.read_bytes()[:-64])
+    last = list(src.tensors)[-1]
     with pytest.raises(CheckpointError, match="bytes of"):
-        for name in src.tensors:
-            src.read(name)
+        src.read(last)

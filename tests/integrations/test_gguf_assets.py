@@ -1,4 +1,4 @@
-"""Companion files of tiny GGUF files, judged by stock transformers: it must load the model and the tokenizer unaided."""
+"""Companion files of tiny GGUF files, judged by stock transformers, which must load model and tokenizer unaided."""
 
 from __future__ import annotations
 
@@ -225,12 +225,12 @@ def test_tokenizers_that_were_not_compared_are_refused(tmp_path: Path) -> None:
         open_gguf(
             write(tmp_path / "b.gguf", "llama", **byte_level("x", tokenizer__ggml__model="bert")), tmp_path / "model"
         )
+    outside = byte_level("smollm", tokenizer__ggml__bos_token_id=10**6)
     with pytest.raises(CheckpointError, match="inside the vocabulary"):
-        more = {"tokenizer__ggml__bos_token_id": 10**6}
-        open_gguf(write(tmp_path / "c.gguf", "llama", **byte_level("smollm", **more)), tmp_path / "model")
+        open_gguf(write(tmp_path / "c.gguf", "llama", **outside), tmp_path / "model")
+    unspellable = byte_level("smollm", tokenizer__ggml__merges=["nowhere a"])
     with pytest.raises(CheckpointError, match="merges"):
-        more = {"tokenizer__ggml__merges": ["nowhere a"]}
-        open_gguf(write(tmp_path / "d.gguf", "llama", **byte_level("smollm", **more)), tmp_path / "model")
+        open_gguf(write(tmp_path / "d.gguf", "llama", **unspellable), tmp_path / "model")
 
 
 def test_llama3_rotary_factors_become_the_scaling_they_came_from(tmp_path: Path) -> None:

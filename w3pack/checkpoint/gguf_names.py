@@ -1,7 +1,7 @@
 """GGUF tensor names -> Hugging Face checkpoint names, and what the conversion to GGUF did that must be undone.
 
-llama.cpp renames tensors and, per architecture, changes values: llama's query and key rows are interleaved for its rotary
-embedding, Gemma's norm weights have one added, experts are stacked into one 3-D tensor. Tables here, no tensors.
+llama.cpp renames tensors and, per architecture, changes values: llama's query and key rows are interleaved for its
+rotary embedding, Gemma's norm weights have one added, experts are stacked into one 3-D tensor. Tables here, no tensors.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Target:
 class Architecture:
     """One row of the table of supported architectures.
 
-    `blocks` maps the stem of `blk.N.<stem>.weight` to the stem below `model.layers.N.`; `undo` says what to undo for some
-    of those stems; `biases` lists the stems that may carry a bias.
+    `blocks` maps the stem of `blk.N.<stem>.weight` to the stem below `model.layers.N.`; `undo` says what to undo
+    for some of those stems; `biases` lists the stems that may carry a bias.
     """
 
     model_type: str

@@ -1,18 +1,18 @@
 """A GGUF file as a source of Hugging Face tensors, read one tensor at a time.
 
-Which dtype comes out. A GGUF file mixes float and block-quantised tensors, a Hugging Face model has one dtype, into which
-transformers casts every parameter as it loads. So there is one model dtype per file, and `TensorInfo.dtype` and `read` state
-it alike:
+Which dtype comes out. A GGUF file mixes float and block-quantised tensors, a Hugging Face model has one dtype, into
+which transformers casts every parameter as it loads. So there is one model dtype per file, and `TensorInfo.dtype` and
+`read` state it alike:
 
     matrices stored as F32, F16 or BF16 keep that dtype, bit for bit;
     block-quantised matrices are dequantised in float32, then rounded to the model dtype;
-    vectors (norms, biases), which GGUF always stores as F32, are rounded to the model dtype.
+    vectors (norms, biases), which GGUF stores as F32, are rounded to the model dtype.
 
 The model dtype is F32 if all matrices are F32, BF16 if any matrix is BF16 or the architecture's activations overflow
-float16 (Gemma), else F16. Rounding to float16 errs by at most 2**-12 of a value, 1/16 of the error of Q8_0 and 1/200 of that
-of Q4_K; bfloat16 errs by 2**-9, still a hundredth of what 3-bit codes will add in the mean. Vectors come out exact almost
-always: models are trained in bfloat16, whose values float16 holds exactly between 6e-5 and 65504; for Gemma, one is
-subtracted in float32 before bfloat16 rounds away what adding it had cost. A value that the dtype cannot hold is an error.
+float16 (Gemma), else F16. Rounding to float16 errs by at most 2**-11 of a value and to bfloat16 by 2**-8, little beside
+the source's own quantisation and less beside 3 bit. Vectors come out exact almost always: models are trained in
+bfloat16, whose values float16 holds exactly between 6e-5 and 65504; for Gemma, one is subtracted in float32 before
+bfloat16 rounds away what adding it had cost. A value that the dtype cannot hold is an error.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _INTEGERS = frozenset({"I8", "I16", "I32", "I64", "F64"})
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 _MAX_BLOCKS = 4096
 _REDO = "download or convert the file again"
-#: Least mean correlation between rows of one matrix quantised twice, by bits of the coarser type: a relative error e costs
-#: e*e/2, and 8, 6, 5, 4, 3, 2 bits err by about 0.006, 0.02, 0.04, 0.09, 0.17, 0.35.
+#: Least mean correlation between rows of one matrix quantised twice, by bits of the coarser type: a relative error e
+#: costs e*e/2, and 8, 6, 5, 4, 3, 2 bits err by about 0.006, 0.02, 0.04, 0.09, 0.17, 0.35.
 _SAME_MATRIX = {8: 0.9995, 6: 0.999, 5: 0.997, 4: 0.99, 3: 0.97, 2: 0.92}
 _SAMPLED_ROWS = 256
 
@@ -83,8 +83,8 @@ class GgufSource:
         matrix_types = sorted({t.type for t in self._header.tensors.values() if len(t.shape) > 1} - set(_FLOATS))
         if matrix_types:
             self._notes.append(
-                f"the source is itself quantised ({', '.join(matrix_types)}): errors are measured against it, not against the"
-                " original model"
+                f"the source is itself quantised ({', '.join(matrix_types)}): errors are measured against it, not"
+                " against the original model"
             )
 
     @property
@@ -97,7 +97,7 @@ class GgufSource:
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Hugging Face name -> shape and dtype as `read` returns them; `nbytes` is what the tensor takes in the file."""
+        """Hugging Face name -> shape and dtype as `read` returns them; `nbytes` is what it takes in the file."""
         return {name: entry.info for name, entry in self._entries.items()}
 
     @property
@@ -126,8 +126,8 @@ class GgufSource:
         rounded = weight.to(dtype).contiguous()
         if not bool(torch.isfinite(rounded).all()):
             raise CheckpointError(
-                f"expected finite values in {source.name} of {self._header.path.name} as {entry.info.dtype}, got infinity or"
-                f" NaN; {_REDO}"
+                f"expected finite values in {source.name} of {self._header.path.name} as {entry.info.dtype}, got"
+                f" infinity or NaN; {_REDO}"
             )
         return rounded
 
@@ -141,7 +141,7 @@ class GgufSource:
         return found
 
     def fingerprint(self) -> str:
-        """SHA-256 over the file's bytes and the config, leaving out which transformers wrote it; about 1 s for 500 MB."""
+        """SHA-256 over the file's bytes and the config, whichever transformers wrote it; about 1 s for 500 MB."""
         return self._fingerprint
 
     @cached_property
@@ -266,8 +266,8 @@ def is_same_matrix(header: GgufHeader) -> bool:
     """Whether embedding and head are one matrix, stored twice at different types.
 
     Some conversions write the head again although the model ties it. Rows spread over the vocabulary are compared: two
-    roundings of one matrix correlate as far as the coarser type allows, two trained matrices do not. Float matrices, which
-    no rounding sets apart, must be equal. True as well if the file holds no head.
+    roundings of one matrix correlate as far as the coarser type allows, two trained matrices do not. Float matrices,
+    which no rounding sets apart, must be equal. True as well if the file holds no head.
     """
     if gguf_names.GGUF_HEAD not in header.tensors:
         return True
@@ -351,7 +351,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
         config = json.loads((folder / names.CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"expected {names.CONFIG} in {folder}, got {type(error).__name__}; write it with w3pack.integrations.gguf_assets"
+            f"expected {names.CONFIG} in {folder}, got {type(error).__name__}; write it with"
+            " w3pack.integrations.gguf_assets"
         ) from error
     if not isinstance(config, dict):
         raise CheckpointError(

@@ -149,10 +149,7 @@ class Staging:
 
     def open_shard(self, file: str, tensors: Iterable[TensorInfo]) -> ShardWriter:
         """A writer for one shard, under a name that no loader looks for until `finish_shard`."""
-        try:
-            return ShardWriter(self.folder / f"{file}.partial", tensors)
-        except OSError as error:
-            raise disk_error(error, self.folder / file) from error
+        return ShardWriter(self.folder / f"{file}.partial", tensors)
 
     def finish_shard(self, file: str, record: Any) -> None:
         """Give a closed shard its name and enter `record` (JSON) in the journal."""

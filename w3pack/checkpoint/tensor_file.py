@@ -84,9 +84,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             f"expected to read {path}, got: {error.strerror}; check that it exists and is readable"
         ) from error
     try:
-        header = json.loads(raw)
+        header = json.loads(raw, object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:
-        raise _bad(path, "a JSON header", "something else") from error
+        raise _bad(path, "a JSON header without repeated names", "something else") from error
     if not isinstance(header, dict):
         raise _bad(path, "a JSON object as header", type(header).__name__)
     tensors = [_entry(path, name, entry, length) for name, entry in header.items() if name != "__metadata__"]
@@ -101,6 +101,14 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return {tensor.info.name: tensor for tensor in tensors}
 
 
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; ValueError for a repeated key, of which a dict would silently keep the last."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("repeated key")
+    return found
+
+
 def _entry(path: Path, name: str, entry: Any, header_length: int) -> StoredTensor:
     if not isinstance(entry, dict):
         raise _bad(path, f"an object for tensor {name}", repr(entry)[:60])
@@ -111,9 +119,9 @@ def _entry(path: Path, name: str, entry: Any, header_length: int) -> StoredTenso
         raise _bad(path, f"a list of sizes for tensor {name}", repr(shape)[:60])
     if not (isinstance(offsets, list) and len(offsets) == 2 and all(type(o) is int and o >= 0 for o in offsets)):
         raise _bad(path, f"two data offsets for tensor {name}", repr(offsets)[:60])
-    nbytes = DTYPES[dtype].itemsize
-    for side in shape:
-        nbytes *= side
+    if math.prod(max(side, 1) for side in shape) >= 1 << 60:  # also for an empty tensor: its strides would overflow
+        raise _bad(path, f"a sensible shape for tensor {name}", repr(shape)[:60])
+    nbytes = DTYPES[dtype].itemsize * math.prod(shape)
     if offsets[1] - offsets[0] != nbytes:
         raise _bad(path, f"{nbytes} bytes for tensor {name}", f"{offsets[1] - offsets[0]}")
     info = TensorInfo(name=name, dtype=dtype, shape=tuple(shape), nbytes=nbytes, file=path.name)
@@ -181,7 +189,10 @@ class ShardWriter:
         raw += b" " * (-len(raw) % 8)
         self._start = 8 + len(raw)
         self._pending = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        self._file = path.open("wb", buffering=0)
+        try:
+            self._file = path.open("wb", buffering=0)
+        except OSError as error:
+            raise disk_error(error, path) from error
         try:
             if hasattr(os, "posix_fallocate") and offset:
                 os.posix_fallocate(self._file.fileno(), 0, self._start + offset)
@@ -192,13 +203,14 @@ class ShardWriter:
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write one tensor; its dtype and shape must be those announced."""
-        entry = self._pending.pop(name, None)
+        entry = self._pending.get(name)
         if entry is None:
             raise W3PackError(f"expected a tensor announced for {self.path.name} and not yet written, got {name}")
         if DTYPE_NAMES.get(tensor.dtype) != entry["dtype"] or list(tensor.shape) != entry["shape"]:
             raise W3PackError(
                 f"expected {name} to be {entry['dtype']} {entry['shape']} as planned, got {tensor.dtype} {list(tensor.shape)}"
             )
+        del self._pending[name]
         try:
             self._write(tensor_bytes(tensor), at=self._start + entry["data_offsets"][0])
         except OSError as error:

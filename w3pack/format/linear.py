@@ -36,7 +36,7 @@ class LinearSpec:
         for side, size in (("rows", self.rows), ("columns", self.columns)):
             if not 1 <= size <= MAX_SIDE:
                 raise UnsupportedError(f"expected {side} between 1 and {MAX_SIDE}, got {size}")
-        if self.group_size < TILE or self.group_size % TILE:
+        if not TILE <= self.group_size <= MAX_SIDE or self.group_size % TILE:
             raise UnsupportedError(
                 f"expected a group size that is a multiple of {TILE}, got {self.group_size}; use 64, 128 or 256"
             )

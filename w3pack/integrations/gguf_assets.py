@@ -1,8 +1,8 @@
 """Companion files of a GGUF model: config.json, generation_config.json, tokenizer and chat template.
 
 The GGUF metadata is translated here into the fields of transformers' config classes, whose defaults fill the rest.
-`AutoConfig.from_pretrained(gguf_file=...)` would be shorter, but up to 5.24 it knows no first Gemma, drops llama 3's rotary
-factors, a Mixture-of-experts model's expert width and Gemma 2's soft caps, and takes up to 20 s for a large vocabulary.
+`AutoConfig.from_pretrained(gguf_file=...)` would be shorter, but up to 5.24 it knows no first Gemma, drops llama 3's
+rotary factors, the width of experts and Gemma 2's soft caps, and takes up to 20 s for a large vocabulary.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _llama3_rope(header: GgufHeader, *, theta: float) -> dict[str, Any]:
 
 
 def _llama3_factors(count: int, *, theta: float, factor: float, original: int) -> npt.NDArray[np.float64]:
-    """What each of `count` frequencies is divided by: nothing for short waves, `factor` for long ones, a blend between."""
+    """What each of `count` frequencies is divided by: nothing for short waves, `factor` for long ones."""
     waves = 2 * np.pi * theta ** (np.arange(count) / count)
     blend = np.clip((original / waves - 1.0) / (4.0 - 1.0), 0.0, 1.0)
     factors: npt.NDArray[np.float64] = 1.0 / (blend + (1.0 - blend) / factor)

@@ -1,9 +1,9 @@
 """The tokenizer of a GGUF file, built from its vocabulary with the tokenizers package.
 
-transformers can do this too (`AutoTokenizer.from_pretrained(..., gguf_file=...)`), but differently in each release: 5.17
-swaps eos for bos on llama files, gives Gemma a Unigram model that spells words wrongly and forgets its bos, 5.24 leaves
-Qwen's normalizer out, and neither splits SmolLM2's digits. So the pieces are put together here, the same under every
-release, and a `tokenizer.ggml.pre` that has not been compared with a published tokenizer is refused, not guessed.
+transformers can do this too (`AutoTokenizer.from_pretrained(..., gguf_file=...)`), but differently in each release:
+5.17 gives llama files bos as their eos and Gemma other pieces and no bos, and neither 5.17 nor 5.24 splits SmolLM2's
+digits. So the pieces are put together here, the same under every release, and a `tokenizer.ggml.pre` that is not in the
+tables below is refused, not guessed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def build_tokenizer(header: GgufHeader) -> Any:
     """The `tokenizers.Tokenizer` that the file describes.
 
     Raises:
-        UnsupportedError: a kind of vocabulary or of pre-tokenizer that w3pack has not compared with a published tokenizer.
+        UnsupportedError: a kind of vocabulary or of pre-tokenizer that w3pack does not build.
         CheckpointError: the vocabulary contradicts itself.
     """
     tokens = header.strings("tokenizer.ggml.tokens")
@@ -117,8 +117,8 @@ def _sentencepiece(header: GgufHeader, tokens: list[str]) -> Any:
         priority = header.metadata.get("tokenizer.ggml.scores") or []
         if len(priority) != len(tokens):
             raise CheckpointError(
-                f"expected {len(tokens)} token scores in {header.path.name}, got {len(priority)}; download or convert it"
-                " again"
+                f"expected {len(tokens)} token scores in {header.path.name}, got {len(priority)}; download or"
+                " convert it again"
             )
     unknown = special_ids(header).get("unk")
     model = _bpe(
@@ -165,10 +165,10 @@ def _bpe(
 ) -> Any:
     try:
         return models.BPE(vocab=vocabulary, merges=merges, **options)
-    except Exception as error:  # noqa: BLE001  tokenizers raises plain Exception
+    except Exception as error:  # tokenizers raises plain Exception, nothing narrower
         raise CheckpointError(
-            f"expected a vocabulary that spells its own merges in {header.path.name}, got: {str(error)[:80]}; download or"
-            " convert it again"
+            f"expected a vocabulary that spells its own merges in {header.path.name}, got: {str(error)[:80]};"
+            " download or convert it again"
         ) from error
 
 
@@ -225,7 +225,8 @@ def _frame(tokenizer: Any, header: GgufHeader, tokens: list[str], *, bos: bool) 
     used = {name: ids[name] for name, wanted in (("bos", first), ("eos", last)) if wanted}
     if any(number >= len(tokens) for number in ids.values()):
         raise CheckpointError(
-            f"expected special tokens inside the vocabulary of {header.path.name}, got {ids}; download or convert it again"
+            f"expected special tokens inside the vocabulary of {header.path.name}, got {ids}; download or"
+            " convert it again"
         )
     if not used:
         return

@@ -96,7 +96,7 @@ class W3HfQuantizer(HfQuantizer):  # type: ignore[misc]
         """Leave experts that are packed one by one out of transformers' merging of experts into stacks."""
         if self._stacks is None:
             return weight_conversions
-        return [kept for entry in weight_conversions for kept in _only_for(entry, self._stacks)]
+        return [kept for entry in weight_conversions for kept in _only_for(entry, self._stacks, self._model)]
 
     def get_state_dict_and_metadata(
         self, model: Any, *args: Any, **kwargs: Any
@@ -131,7 +131,7 @@ def _ignore_guard(model: Any, path: str) -> None:
     model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *patterns}
 
 
-def _only_for(entry: Any, stacks: list[str]) -> list[Any]:
+def _only_for(entry: Any, stacks: list[str], model: Any) -> list[Any]:
     """A conversion as it is, or, if it merges experts, one like it for each of `stacks`."""
     from transformers.core_model_loading import WeightConverter
 
@@ -142,13 +142,10 @@ def _only_for(entry: Any, stacks: list[str]) -> list[Any]:
         return [entry]
     narrowed = []
     for path in stacks:
-        prefix = path[max(path.find("layers."), 0) :].removesuffix("experts")
-        converter = WeightConverter(
-            source_patterns=[prefix + source[source.index("experts.") :] for source in sources],
-            target_patterns=[prefix + target[target.index("experts.") :] for target in targets],
-            operations=deepcopy(entry.operations),
-        )
-        converter.scope_prefix, converter.base_model_prefix = entry.scope_prefix, entry.base_model_prefix
+        converter = deepcopy(entry)
+        # transformers lets a conversion apply below a path only, written without the base model's prefix
+        converter.scope_prefix = path.removeprefix(f"{model.base_model_prefix}.").rpartition(".")[0]
+        converter.base_model_prefix = model.base_model_prefix
         narrowed.append(converter)
     return narrowed
 

@@ -19,8 +19,13 @@ _SCHEMA = (
     "w3_linear(Tensor x, Tensor codes, Tensor scales, Tensor qmap, Tensor? bias, "
     "int rows, int columns, int group_size) -> Tensor"
 )
+_BACKWARD_SCHEMA = (
+    "w3_linear_backward(Tensor gradient, Tensor codes, Tensor scales, Tensor qmap, "
+    "int rows, int columns, int group_size) -> Tensor"
+)
 _library = torch.library.Library("w3pack", "FRAGMENT")
-_library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+for _schema in (_SCHEMA, _BACKWARD_SCHEMA):
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def describe(
@@ -61,9 +66,15 @@ def describe(
     return spec
 
 
-def _check_x(x: torch.Tensor, columns: int) -> None:
+def check_input(x: torch.Tensor, columns: int) -> None:
+    """UnsupportedError unless x is floating [..., columns]."""
     if x.dim() < 1 or x.shape[-1] != columns or not x.is_floating_point():
         raise UnsupportedError(f"expected a float x of shape [..., {columns}], got {x.dtype} {tuple(x.shape)}")
+
+
+def _check_bias(bias: torch.Tensor | None, rows: int) -> None:
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != rows):
+        raise UnsupportedError(f"expected a bias of shape [{rows}], got {list(bias.shape)}")
 
 
 def _run(
@@ -76,7 +87,8 @@ def _run(
     columns: int,
     group_size: int,
 ) -> torch.Tensor:
-    _check_x(x, columns)
+    check_input(x, columns)
+    _check_bias(bias, rows)
     spec = describe(codes, scales, qmap, rows=rows, columns=columns, group_size=group_size)
     return w3.linear(x, codes, scales, qmap, bias, spec=spec)
 
@@ -91,7 +103,8 @@ def _fake(
     columns: int,
     group_size: int,
 ) -> torch.Tensor:
-    _check_x(x, columns)
+    check_input(x, columns)
+    _check_bias(bias, rows)
     return x.new_empty((*x.shape[:-1], rows))
 
 
@@ -99,20 +112,46 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) 
     _, codes, scales, qmap, _, *sizes = inputs
     ctx.save_for_backward(codes, scales, qmap)
     ctx.sizes = sizes
-    ctx.bias_shape = None if inputs[4] is None else inputs[4].shape
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     codes, scales, qmap = ctx.saved_tensors
     rows, columns, group_size = ctx.sizes
+    # an op of its own, so that tracing a training step never looks into the decoder
+    of_x = torch.ops.w3pack.w3_linear_backward(gradient, codes, scales, qmap, rows, columns, group_size)
+    of_bias = gradient.reshape(-1, rows).sum(dim=0) if ctx.needs_input_grad[4] else None
+    return of_x, None, None, None, of_bias, None, None, None
+
+
+def _run_backward(
+    gradient: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    qmap: torch.Tensor,
+    rows: int,
+    columns: int,
+    group_size: int,
+) -> torch.Tensor:
     spec = describe(codes, scales, qmap, rows=rows, columns=columns, group_size=group_size)
-    weight = w3.dequantize(codes, scales, qmap, spec=spec, dtype=gradient.dtype)
-    bias = gradient.reshape(-1, rows).sum(dim=0) if ctx.needs_input_grad[4] else None
-    return gradient @ weight, None, None, None, bias, None, None, None
+    return gradient @ w3.dequantize(codes, scales, qmap, spec=spec, dtype=gradient.dtype)
+
+
+def _fake_backward(
+    gradient: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    qmap: torch.Tensor,
+    rows: int,
+    columns: int,
+    group_size: int,
+) -> torch.Tensor:
+    return gradient.new_empty((*gradient.shape[:-1], columns))
 
 
 _library.impl("w3_linear", _run, "CompositeExplicitAutograd")
+_library.impl("w3_linear_backward", _run_backward, "CompositeExplicitAutograd")
 torch.library.register_fake("w3pack::w3_linear", _fake, lib=_library)
+torch.library.register_fake("w3pack::w3_linear_backward", _fake_backward, lib=_library)
 torch.library.register_autograd("w3pack::w3_linear", _backward, setup_context=_save_for_backward, lib=_library)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from w3pack.checkpoint.source import Source
 from w3pack.checkpoint.tensor_file import digest
-from w3pack.errors import CheckpointError, VerificationError
+from w3pack.errors import CheckpointError, UsageError, VerificationError
 from w3pack.format import names
 from w3pack.format.linear import LinearSpec
 from w3pack.pack.words import unpack_codes, unpack_padded
@@ -120,19 +120,25 @@ def _check_values(packed: PackedCheckpoint, module: str, spec: LinearSpec) -> No
 
 def _check_errors(packed: PackedCheckpoint, source: Source, progress: Callable[[str], None] | None) -> dict[str, float]:
     modules = packed.config.modules
-    absent = [name for name in modules if names.tensor(name, "weight") not in source.tensors]
-    if absent:
-        raise VerificationError(
-            f"expected {absent[0]} in the source {source.location}, got no such tensor; "
-            "this is not the model that was quantised"
-        )
     only = tuple(modules)
     first = next(iter(modules.values()))
     options = QuantizeOptions(
         group_size=first.group_size, layout=first.layout, qmap_dtype=first.qmap_dtype, qmap_per="tensor", only=only,
         min_coverage=0.0, lm_head=any(name.endswith("lm_head") for name in modules),
     )  # fmt: skip
-    plan = make_plan(source, options)
+    try:
+        plan = make_plan(source, options)
+    except UsageError as error:  # the names given to it are ours, not the user's
+        strange = [
+            name
+            for name, spec in modules.items()
+            if (info := source.tensors.get(names.tensor(name, "weight"))) is None
+            or info.shape != (spec.rows, spec.columns)
+        ]
+        raise VerificationError(
+            f"expected {(strange or list(modules))[0]} to be a Linear of {source.location} as it was of the model "
+            "that was quantised, got none of that name and shape; this is another model"
+        ) from error
     errors: dict[str, float] = {}
     for tensor in plan.quantized:
         spec = modules[tensor.module]

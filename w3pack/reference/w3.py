@@ -16,6 +16,9 @@ from w3pack.pack.words import row_quads
 #: Rows decoded at once: the temporaries of a block stay in a few MiB, whatever the matrix.
 _BLOCK_WEIGHTS = 1 << 20
 
+#: Weights from which on making the table of four codes costs less than it saves.
+_TABLE_PAYS = 1 << 18
+
 
 def map_values(qmap: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
     """What the entries of a map mean: q / 127 for int8, q itself for float16.
@@ -68,7 +71,7 @@ def dequantized_blocks(
     """The weight matrix in blocks of whole row tiles: (rows, float32 [block rows, columns]), float64 if `exact`."""
     dtype = torch.float64 if exact else torch.float32
     values = map_values(qmap, dtype=dtype)
-    table = _quad_table(values[0]) if spec.maps == 1 else None
+    table = _quad_table(values[0]) if spec.maps == 1 and spec.weights >= _TABLE_PAYS else None
     tiles_at_once = max(1, _BLOCK_WEIGHTS // (TILE * spec.padded_columns))
     for first in range(0, codes.shape[0], tiles_at_once):
         last = min(first + tiles_at_once, codes.shape[0])

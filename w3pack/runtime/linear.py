@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from w3pack.errors import UnsupportedError
 from w3pack.format.linear import LinearSpec
-from w3pack.ops.w3_linear import w3_linear
+from w3pack.ops.w3_linear import check_input, w3_linear
 from w3pack.reference import w3
 from w3pack.runtime import dense_cache
 
@@ -41,13 +42,13 @@ class W3Linear(nn.Module):
         self.bias = _frozen(torch.empty(spec.rows, dtype=dtype, device=device)) if spec.bias else None
         self._dense: torch.Tensor | None = None
 
-    @property
-    def weight(self) -> torch.Tensor:
-        """Refused: there is no float weight to share or to edit. `dequantized_weight` makes one."""
-        raise AttributeError(
-            "a W3Linear has no float weight (its parameters are codes, scales and qmap); "
-            "call dequantized_weight() for a copy of the matrix they stand for"
-        )
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":  # refused: there is no float weight to share or to edit
+            raise AttributeError(
+                "a W3Linear has no float weight (its parameters are codes, scales and qmap); "
+                "call dequantized_weight() for a copy of the matrix they stand for"
+            )
+        return super().__getattr__(name)
 
     def dequantized_weight(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The matrix that the parameters stand for, [rows, columns], a new tensor."""
@@ -56,6 +57,7 @@ class W3Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x floating [..., columns] -> [..., rows] in x's dtype."""
         if not torch.compiler.is_compiling() and x.device.type == "cpu":
+            check_input(x, self.spec.columns)
             dense = self._dense_weight(x.dtype)
             if dense is not None:
                 return nn.functional.linear(x, dense, None if self.bias is None else self.bias.to(x.dtype))
@@ -71,23 +73,23 @@ class W3Linear(nn.Module):
         )
 
     def _dense_weight(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """The unpacked matrix in `dtype`, kept if the budget lets it be; None when it does not."""
         if self._dense is not None and self._dense.dtype == dtype:
             return self._dense
+        self.drop_dense()
         nbytes = self.spec.weights * dtype.itemsize
-        if self._dense is None and not dense_cache.admit(nbytes):
+        if not dense_cache.admit(nbytes):
             return None
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-        ):  # kept beyond this call: a later one may want a gradient of x
+        # outside of inference mode: a later call may want a gradient of x
+        with torch.inference_mode(False), torch.no_grad():
             self._dense = self.dequantized_weight(dtype)
+        # bound to the matrix, not to the module: whatever lets go of it gives its bytes back
+        weakref.finalize(self._dense, dense_cache.release, nbytes).atexit = False
         return self._dense
 
     def drop_dense(self) -> None:
         """Forget the unpacked matrix and give its memory back."""
-        if self._dense is not None:
-            dense_cache.release(self._dense.nbytes)
-            self._dense = None
+        self._dense = None
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> W3Linear:
         self.drop_dense()
@@ -148,6 +150,8 @@ class W3Linear(nn.Module):
         dtypes["qmap"] = torch.int8 if self.spec.qmap_dtype == "int8" else torch.float16
         for part in _STORED:
             tensor = getattr(self, part)
+            if tensor.is_meta:
+                raise UnsupportedError(f"expected {name}.{part} to be loaded, got a tensor without data; load the checkpoint anew")
             if tuple(tensor.shape) != shapes[part] or tensor.dtype != dtypes[part]:
                 raise UnsupportedError(
                     f"expected {name}.{part} to be {dtypes[part]} {shapes[part]}, got {tensor.dtype} {tuple(tensor.shape)}"
