@@ -18,6 +18,7 @@ echo "== ruff";           ruff check .
 echo "== format";         ruff format --check .
 echo "== mypy";           mypy
 echo "== import contracts"; lint-imports
+echo "== results page";   python scripts/render_results.py --check
 echo "== real model";     python scripts/fetch.py smollm2-135m || echo "not available: tests that need it will say so"
 echo "== tests";          OMP_NUM_THREADS=1 python -m pytest -n 2 -rs "$@"
 echo "== transformers 5.17.0"

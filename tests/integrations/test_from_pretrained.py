@@ -116,7 +116,8 @@ def test_moving_a_loaded_model_to_another_dtype_keeps_the_packed_tensors(lab: An
     model = lab.load(packed.folder, dtype=torch.float32)
     lab.logits(model)  # something may be kept from this call
     assert_dtypes(model.to(torch.bfloat16), torch.bfloat16)
-    assert lab.same(lab.logits(model), lab.logits(lab.load(packed.folder, dtype=torch.bfloat16)))
+    stock = lab.stock(packed, dtype=torch.float32).to(torch.bfloat16)
+    assert lab.distance(lab.logits(model), lab.logits(stock)) < 1e-3
 
 
 @pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}], ids=str)

@@ -100,8 +100,11 @@ def test_damaged_tensor_that_was_kept_in_floats(
     folder = damaged(lab, family, tmp_path, lambda tensors: damage(tensors, name))
     if damage is remove:
         refuses(lab, folder, shown)
-    else:  # transformers' own error, which names the tensor in the log
-        refuses(lab, folder, "ignore_mismatched_sizes", RuntimeError)
+    else:  # transformers from 5.24 on refuses before w3pack can, with the name in its log only
+        with pytest.raises(
+            (RuntimeError, CheckpointError), match=rf"{re.escape(shown)} of shape|ignore_mismatched_sizes"
+        ):
+            lab.load(folder)
 
 
 @pytest.mark.parametrize("part", ["codes", "scales", "qmap"])

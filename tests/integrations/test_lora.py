@@ -96,9 +96,9 @@ def test_peft(lab: Any) -> None:
     peft = pytest.importorskip("peft")
     model = lab.load(lab.packed("llama").folder)
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    refusal = None
     try:
-        adapted = peft.get_peft_model(model, config)
+        peft.get_peft_model(model, config)(lab.tokens(), labels=lab.tokens()).loss.backward()
     except ValueError as error:
-        assert "W3Linear" in str(error)
-    else:
-        adapted(lab.tokens(), labels=lab.tokens()).loss.backward()
+        refusal = str(error)
+    assert refusal is None or "W3Linear" in refusal

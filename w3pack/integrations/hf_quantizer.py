@@ -26,7 +26,6 @@ from w3pack.runtime.build import check_loaded, replace_modules
 from w3pack.runtime.experts import W3Experts
 from w3pack.runtime.linear import W3Linear
 
-
 _STACKED = re.compile(r"experts\.(gate_up_proj|down_proj)$")
 
 
@@ -60,7 +59,9 @@ class W3HfQuantizer(HfQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **kwargs)
         self._paths: dict[str, str] = {}
         self._dtypes: dict[str, torch.dtype] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._stacks: list[str] | None = None  # experts left as transformers stacks them, where others are packed
+        self._base = ""
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         config: W3Config = self.quantization_config.w3
@@ -73,6 +74,8 @@ class W3HfQuantizer(HfQuantizer):  # type: ignore[misc]
             model, config, resolve=name_resolver(model), describe=describe_experts, dtype=dtype
         )
         self._dtypes = _planned_dtypes(model, dtype)
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        self._base = model.base_model_prefix
         if any(isinstance(module, W3Experts) for module in model.modules()):
             self._stacks = [path for path, module in model.named_modules() if describe_experts(module) is not None]
         _ignore_guard(model, self._paths[config.guard])
@@ -85,6 +88,7 @@ class W3HfQuantizer(HfQuantizer):  # type: ignore[misc]
                 f"expected every parameter in the checkpoint, {len(missing)} missing such as {missing[0]}; "
                 "copy the checkpoint completely"
             )
+        _check_shapes(model, self._shapes)
         _cast(model, self._dtypes)
         check_loaded(model)
         for module in model.modules():
@@ -96,7 +100,7 @@ class W3HfQuantizer(HfQuantizer):  # type: ignore[misc]
         """Leave experts that are packed one by one out of transformers' merging of experts into stacks."""
         if self._stacks is None:
             return weight_conversions
-        return [kept for entry in weight_conversions for kept in _only_for(entry, self._stacks, self._model)]
+        return [kept for entry in weight_conversions for kept in _only_for(entry, self._stacks, base=self._base)]
 
     def get_state_dict_and_metadata(
         self, model: Any, *args: Any, **kwargs: Any
@@ -131,7 +135,7 @@ def _ignore_guard(model: Any, path: str) -> None:
     model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *patterns}
 
 
-def _only_for(entry: Any, stacks: list[str], model: Any) -> list[Any]:
+def _only_for(entry: Any, stacks: list[str], *, base: str) -> list[Any]:
     """A conversion as it is, or, if it merges experts, one like it for each of `stacks`."""
     from transformers.core_model_loading import WeightConverter
 
@@ -143,9 +147,9 @@ def _only_for(entry: Any, stacks: list[str], model: Any) -> list[Any]:
     narrowed = []
     for path in stacks:
         converter = deepcopy(entry)
-        # transformers lets a conversion apply below a path only, written without the base model's prefix
-        converter.scope_prefix = path.removeprefix(f"{model.base_model_prefix}.").rpartition(".")[0]
-        converter.base_model_prefix = model.base_model_prefix
+        # a conversion can be kept to one layer: its path, without the base model's prefix and the last two names
+        converter.scope_prefix = path.removeprefix(f"{base}.").rsplit(".", 2)[0]
+        converter.base_model_prefix = base
         narrowed.append(converter)
     return narrowed
 
@@ -164,6 +168,16 @@ def _planned_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
         for name, parameter in model.named_parameters()
         if name not in stored and parameter.is_floating_point()
     }
+
+
+def _check_shapes(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """CheckpointError for a parameter of another shape: transformers before 5.24 takes it, since the model is quantised."""
+    for name, parameter in model.named_parameters():
+        if tuple(parameter.shape) != shapes.get(name, tuple(parameter.shape)):
+            raise CheckpointError(
+                f"expected {name} of shape {list(shapes[name])}, got {list(parameter.shape)}; "
+                "config.json and the weights do not belong together"
+            )
 
 
 def _cast(model: Any, dtypes: Mapping[str, torch.dtype]) -> None:

@@ -120,9 +120,9 @@ class W3Linear(nn.Module):
                     f"expected {name} to be {have}, got {state_dict[name].dtype}; load the checkpoint anew"
                 )
                 return
-        super()._load_from_state_dict(
+        super()._load_from_state_dict(  # type: ignore[no-untyped-call]
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )  # type: ignore[no-untyped-call]
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_dense": None}
@@ -151,7 +151,9 @@ class W3Linear(nn.Module):
         for part in _STORED:
             tensor = getattr(self, part)
             if tensor.is_meta:
-                raise UnsupportedError(f"expected {name}.{part} to be loaded, got a tensor without data; load the checkpoint anew")
+                raise UnsupportedError(
+                    f"expected {name}.{part} to be loaded, got a tensor without data; load the checkpoint anew"
+                )
             if tuple(tensor.shape) != shapes[part] or tensor.dtype != dtypes[part]:
                 raise UnsupportedError(
                     f"expected {name}.{part} to be {dtypes[part]} {shapes[part]}, got {tensor.dtype} {tuple(tensor.shape)}"
