@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from w3pack.errors import CheckpointError, UnsupportedError
+from w3pack.errors import CheckpointError, UnsupportedError, W3PackError
 from w3pack.integrations.gguf_assets import open_gguf
 
 HIDDEN, HEADS, KV_HEADS, INTER, BLOCKS, EXPERTS = 64, 2, 1, 96, 2, 4
@@ -231,6 +232,19 @@ def test_tokenizers_that_were_not_compared_are_refused(tmp_path: Path) -> None:
     unspellable = byte_level("smollm", tokenizer__ggml__merges=["nowhere a"])
     with pytest.raises(CheckpointError, match="merges"):
         open_gguf(write(tmp_path / "d.gguf", "llama", **unspellable), tmp_path / "model")
+
+
+def test_any_changed_byte_of_the_metadata_is_a_w3pack_error_or_harmless(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", "llama", **sentencepiece())
+    data, rng = path.read_bytes(), np.random.default_rng(0)
+    # The vocabulary takes most of the header; half of the changes go to the model's numbers before it.
+    ends = data.index(b"tokenizer.ggml.tokens"), data.index(b"token_embd.weight")
+    for number in range(120):
+        changed = bytearray(data)
+        changed[rng.integers(24, ends[number % 2])] = rng.integers(256)
+        path.write_bytes(changed)
+        with contextlib.suppress(W3PackError):  # anything else fails the test
+            open_gguf(path, tmp_path / "model")
 
 
 def test_llama3_rotary_factors_become_the_scaling_they_came_from(tmp_path: Path) -> None:

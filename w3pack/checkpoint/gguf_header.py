@@ -89,6 +89,13 @@ class GgufHeader:
             raise CheckpointError(f"expected a list of texts under {key} in {self.path.name}; {_REDO}")
         return value
 
+    def numbers(self, key: str) -> list[float]:
+        """The list of numbers under `key`, empty if it is absent; CheckpointError if it is something else."""
+        value = self.metadata.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(item, int | float) for item in value):
+            raise CheckpointError(f"expected a list of numbers under {key} in {self.path.name}; {_REDO}")
+        return value
+
 
 def read_header(path: Path) -> GgufHeader:
     """Read and check the header; no tensor data is touched.

@@ -67,11 +67,18 @@ def write_assets(path: Path, folder: Path) -> None:
 
 def build_config(header: GgufHeader) -> dict[str, Any]:
     """config.json of the model: complete for its class, with `architectures`, `dtype` and `tie_word_embeddings`."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     row = row_of(header)
     fields = _common(header) | _EXTRA.get(row.model_type, _nothing)(header)
-    config: dict[str, Any] = AutoConfig.for_model(row.model_type, **fields).to_dict()
+    try:
+        config: dict[str, Any] = AutoConfig.for_model(row.model_type, **fields).to_dict()
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise CheckpointError(
+            f"expected metadata of a {row.model_type} model in {header.path.name}, got: {reason}; {_REDO}"
+        ) from error
     config |= {"architectures": [row.causal_lm], "dtype": _DTYPES[model_dtype(header)]}
     config.pop("quantization_config", None)
     config.pop("_name_or_path", None)

@@ -114,7 +114,7 @@ def _sentencepiece(header: GgufHeader, tokens: list[str]) -> Any:
     if gemma:
         priority = [-float(number) for number in range(len(tokens))]
     else:
-        priority = header.metadata.get("tokenizer.ggml.scores") or []
+        priority = header.numbers("tokenizer.ggml.scores")
         if len(priority) != len(tokens):
             raise CheckpointError(
                 f"expected {len(tokens)} token scores in {header.path.name}, got {len(priority)}; download or"
@@ -195,7 +195,7 @@ def _add_tokens(tokenizer: Any, header: GgufHeader, tokens: list[str]) -> None:
     """Control tokens become special, user-defined ones are matched whole like them but stay visible text."""
     from tokenizers import AddedToken
 
-    types = header.metadata.get("tokenizer.ggml.token_type") or []
+    types = header.numbers("tokenizer.ggml.token_type")
     phi3 = header.architecture == "phi3"
     marked = [(token, kind) for token, kind in zip(tokens, types, strict=False) if token]
     known = {tokens[number] for number in special_ids(header).values() if number < len(tokens)}

@@ -356,9 +356,9 @@ def _shards(
     groups: list[list[PlannedTensor]] = [[]]
     filled = guard.nbytes
     for tensor in tensors:
-        size = sum(info.nbytes for info in tensor.outputs)
-        if not size:
+        if not tensor.outputs:
             continue
+        size = sum(info.nbytes for info in tensor.outputs)
         if groups[-1] and filled + size > limit:
             groups.append([])
             filled = 0

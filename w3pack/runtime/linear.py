@@ -120,7 +120,7 @@ class W3Linear(nn.Module):
                     f"expected {name} to be {have}, got {state_dict[name].dtype}; load the checkpoint anew"
                 )
                 return
-        super()._load_from_state_dict(  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
