@@ -27,7 +27,8 @@ def test_uniform_model_has_perplexity_of_the_vocabulary() -> None:
     windows = torch.randint(0, 7, (3, 16), generator=torch.Generator().manual_seed(0))
     quality = evaluate(table_model(torch.zeros(7, 7)), windows)
     assert quality.perplexity == pytest.approx(7.0, rel=1e-6)
-    assert quality.kl_mean is None and quality.tokens == 48
+    assert quality.kl_mean is None
+    assert quality.tokens == 48
 
 
 def test_divergence_of_two_coins() -> None:
@@ -45,13 +46,18 @@ def test_source_against_itself_and_against_another() -> None:
     windows = torch.randint(0, 9, (4, 70), generator=generator)
     reference = reference_log_probabilities(table_model(source), windows)
     itself = evaluate(table_model(source), windows, reference=reference)
-    assert itself.kl_mean == pytest.approx(0.0, abs=1e-6) and itself.top1_agreement == 1.0
+    assert itself.kl_mean == pytest.approx(0.0, abs=1e-6)
+    assert itself.top1_agreement == 1.0
     other = evaluate(table_model(source.flip(1)), windows, reference=reference)
-    assert other.kl_mean is not None and other.kl_p99 is not None and other.top1_agreement is not None
-    assert other.kl_p99 > other.kl_mean > 0.5 and other.top1_agreement < 0.5
+    assert other.kl_mean is not None
+    assert other.kl_p99 is not None
+    assert other.top1_agreement is not None
+    assert other.kl_p99 > other.kl_mean > 0.5
+    assert other.top1_agreement < 0.5
     halves = reference_log_probabilities(table_model(source), windows, dtype=torch.float16)
     rounded = evaluate(table_model(source), windows, reference=halves)
-    assert rounded.kl_mean is not None and rounded.kl_mean < 1e-3
+    assert rounded.kl_mean is not None
+    assert rounded.kl_mean < 1e-3
 
 
 def test_non_finite_positions_are_counted_not_averaged() -> None:
@@ -61,7 +67,8 @@ def test_non_finite_positions_are_counted_not_averaged() -> None:
     windows = torch.tensor([[0, 1, 2, 3, 0, 1]])
     reference = reference_log_probabilities(table_model(source), windows)
     quality = evaluate(table_model(broken), windows, reference=reference)
-    assert quality.non_finite == 1 and quality.tokens == 5
+    assert quality.non_finite == 1
+    assert quality.tokens == 5
     assert quality.perplexity == pytest.approx(4.0, rel=1e-6)
 
 

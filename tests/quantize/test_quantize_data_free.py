@@ -56,13 +56,19 @@ def test_codes_are_nearest_for_what_is_stored(columns: int, per: str, dtype: tor
 def test_shapes_dtypes_and_content_can_fail_a_kernel() -> None:
     weight = heavy_tailed(48, 576)
     result = quantize_data_free(weight.to(torch.bfloat16), QuantizeSettings())
-    assert result.codes.shape == (48, 576) and result.codes.dtype == torch.uint8
-    assert result.scales.shape == (48, 5) and result.scales.dtype == torch.float16
-    assert result.qmap.shape == (1, 8) and result.qmap.dtype == torch.int8
+    assert result.codes.shape == (48, 576)
+    assert result.codes.dtype == torch.uint8
+    assert result.scales.shape == (48, 5)
+    assert result.scales.dtype == torch.float16
+    assert result.qmap.shape == (1, 8)
+    assert result.qmap.dtype == torch.int8
     assert set(result.codes.unique().tolist()) == set(range(8))
-    assert bool((result.scales < 0).any()) and bool((result.scales > 0).any())
+    assert bool((result.scales < 0).any())
+    assert bool((result.scales > 0).any())
     entries = result.qmap[0].tolist()
-    assert entries == sorted(entries) and 0 in entries and max(abs(entry) for entry in entries) == 127
+    assert entries == sorted(entries)
+    assert 0 in entries
+    assert max(abs(entry) for entry in entries) == 127
 
 
 @pytest.mark.parametrize("per", ["tensor", "row"])
@@ -97,7 +103,8 @@ def test_row_maps_differ_and_fit_better() -> None:
     own = quantize_data_free(weight, QuantizeSettings(qmap_per="row"))
     assert own.qmap.shape == (16, 8)
     assert len({tuple(row) for row in own.qmap.tolist()}) > 8
-    assert bool((own.qmap.diff(dim=1) >= 0).all()) and bool((own.qmap == 0).any(dim=1).all())
+    assert bool((own.qmap.diff(dim=1) >= 0).all())
+    assert bool((own.qmap == 0).any(dim=1).all())
     assert relative_error(own, weight) < relative_error(shared, weight)
 
 
@@ -118,8 +125,10 @@ def test_zero_groups_and_tiny_groups() -> None:
     weight[3, 256:] = 1e-9  # below float16: the scale is floored, not lost
     result = quantize_data_free(weight, QuantizeSettings())
     back = result.dequantize()
-    assert torch.equal(back[1], torch.zeros(320)) and torch.equal(back[2, :128], torch.zeros(128))
-    assert result.scales[1].tolist() == [0.0, 0.0, 0.0] and float(result.scales[2, 0]) == 0.0
+    assert torch.equal(back[1], torch.zeros(320))
+    assert torch.equal(back[2, :128], torch.zeros(128))
+    assert result.scales[1].tolist() == [0.0, 0.0, 0.0]
+    assert float(result.scales[2, 0]) == 0.0
     assert abs(float(result.scales[3, 2])) == 2.0**-24
     assert bool(torch.isfinite(back).all())
     assert bool((quantize_data_free(torch.zeros(3, 64), QuantizeSettings(group_size=64)).scales == 0).all())
@@ -167,7 +176,8 @@ def test_float16_map_is_kept_exactly(name: str, maps: int) -> None:
     if maps > 1:
         qmap = (qmap * (0.5 + 0.5 * torch.rand(maps, 1, generator=generator))).to(torch.float16)
     result = quantize_data_free(heavy_tailed(8, 256), QuantizeSettings(qmap_dtype=torch.float16), qmap=qmap)
-    assert result.qmap.dtype == torch.float16 and torch.equal(result.qmap, qmap)
+    assert result.qmap.dtype == torch.float16
+    assert torch.equal(result.qmap, qmap)
     assert relative_error(result, heavy_tailed(8, 256)) < 0.1
 
 
@@ -175,14 +185,17 @@ def test_fixed_map_is_rounded_to_the_int8_grid() -> None:
     result = quantize_data_free(heavy_tailed(8, 256), QuantizeSettings(), qmap=named_map("nf3"))
     assert result.qmap.tolist() == [[-127, -68, -31, 0, 23, 49, 79, 127]]
     again = quantize_data_free(heavy_tailed(8, 256), QuantizeSettings(), qmap=result.qmap)
-    assert torch.equal(again.qmap, result.qmap) and torch.equal(again.codes, result.codes)
+    assert torch.equal(again.qmap, result.qmap)
+    assert torch.equal(again.codes, result.codes)
 
 
 def test_named_maps_are_canonical_and_unknown_names_are_listed() -> None:
     for name in map_names():
         table = named_map(name)
-        assert table.dtype == torch.float32 and table.shape == (8,)
-        assert bool((table.diff() > 0).all()) and float(table.abs().max()) == 1.0
+        assert table.dtype == torch.float32
+        assert table.shape == (8,)
+        assert bool((table.diff() > 0).all())
+        assert float(table.abs().max()) == 1.0
     assert {"nf3", "uniform", "gaussian"} <= set(map_names())
     with pytest.raises(UsageError, match="nf3"):
         named_map("nf5")
@@ -240,4 +253,5 @@ def test_any_floating_dtype(dtype: torch.dtype) -> None:
     weight = heavy_tailed(8, 192).to(dtype)
     narrow = quantize_data_free(weight, QuantizeSettings())
     wide = quantize_data_free(weight.to(torch.float32), QuantizeSettings())
-    assert torch.equal(narrow.codes, wide.codes) and torch.equal(narrow.scales, wide.scales)
+    assert torch.equal(narrow.codes, wide.codes)
+    assert torch.equal(narrow.scales, wide.scales)

@@ -12,7 +12,7 @@ from w3pack.checkpoint.tensor_file import DTYPES, digest
 from w3pack.errors import CheckpointError, UnsupportedError, UsageError
 from w3pack.format import names
 from w3pack.format.layout import FORMAT_VERSION, TILE, Layout
-from w3pack.format.linear import LinearSpec, QmapDtype
+from w3pack.format.linear import MAX_SIDE, LinearSpec, QmapDtype
 from w3pack.pipeline.selection import is_matrix, module_of, selector, why_not_linear
 
 Action = Literal["quantize", "copy", "dequantize", "drop"]
@@ -122,7 +122,7 @@ def make_plan(source: Source, options: QuantizeOptions, *, loadable: Loadable | 
         UsageError: a skip/only entry that matches nothing, a tied lm_head that is to be quantised.
         CheckpointError: FP8 weights without their scales, or scales that do not fit.
     """
-    if options.group_size < TILE or options.group_size % TILE:
+    if options.group_size % TILE or not TILE <= options.group_size <= MAX_SIDE:
         raise UsageError(
             f"expected a group size that is a multiple of {TILE}, got {options.group_size}; use 64, 128 or 256"
         )
