@@ -31,7 +31,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     config = LlamaConfig(
-        hidden_size=2048, intermediate_size=5632, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=4, vocab_size=8192
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=4,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        vocab_size=8192,
     )
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as scratch:

@@ -57,7 +57,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
     ids = torch.arange(100, 132).view(1, -1)
-    stock, packed = load_source(arguments.source), AutoModelForCausalLM.from_pretrained(arguments.packed, dtype=torch.bfloat16)
+    stock, packed = (
+        load_source(arguments.source),
+        AutoModelForCausalLM.from_pretrained(arguments.packed, dtype=torch.bfloat16),
+    )
     runs: dict[str, list[float]] = {"bf16": [], "w3": [], "w3, nothing kept": []}
     for _ in range(3):
         runs["bf16"] += token_seconds(stock, ids, arguments.tokens)

@@ -51,13 +51,18 @@ def write_checkpoint(folder: Path, layers: int) -> int:
     weight_map, total = {}, 0
     for number, shapes in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        infos = [TensorInfo(name=n, dtype="F32", shape=s, nbytes=4 * s[0] * (s[1] if len(s) > 1 else 1), file=file) for n, s in shapes.items()]
+        infos = [
+            TensorInfo(name=n, dtype="F32", shape=s, nbytes=4 * s[0] * (s[1] if len(s) > 1 else 1), file=file)
+            for n, s in shapes.items()
+        ]
         with ShardWriter(folder / file, infos) as writer:
             for info in infos:
                 writer.write(info.name, torch.randn(info.shape) * 0.02)
                 weight_map[info.name] = file
                 total += info.nbytes
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map})
+    )
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE,
         "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "num_hidden_layers": layers, "vocab_size": VOCAB,

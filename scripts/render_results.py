@@ -33,14 +33,21 @@ def table(columns: list[str], rows: list[list[str]]) -> str:
 def quality(document: dict[str, Any]) -> str:
     """Perplexity, KL and agreement of every method on every text."""
     texts = list(document["results"][0]["texts"])
-    columns = ["method", "bits/weight"] + [f"{label(text, document)}: {figure}" for text in texts for figure in ("perplexity", "KL", "p99 KL", "top-1")]
+    columns = ["method", "bits/weight"] + [
+        f"{label(text, document)}: {figure}" for text in texts for figure in ("perplexity", "KL", "p99 KL", "top-1")
+    ]
     rows = []
     for result in document["results"]:
         bits = result["bits_per_weight"]
         row = [result["method"], "-" if bits is None else f"{bits:.3f}"]
         for text in texts:
             found = result["texts"][text]
-            row += [f"{found['perplexity']:.2f}", f"{found['kl_mean']:.4f}", f"{found['kl_p99']:.2f}", f"{100 * found['top1_agreement']:.1f} %"]
+            row += [
+                f"{found['perplexity']:.2f}",
+                f"{found['kl_mean']:.4f}",
+                f"{found['kl_p99']:.2f}",
+                f"{100 * found['top1_agreement']:.1f} %",
+            ]
         rows.append(row)
     where = f"torch {document['versions']['torch']}, transformers {document['versions']['transformers']}, {document['cpu']['model']}"
     return (
@@ -84,7 +91,14 @@ def sections() -> str:
         parts.append(
             "## Peak memory of `w3pack quantize`\n\n"
             + table(
-                ["checkpoint", "largest tensor", "peak resident set", "bound (1 GiB + 6 x largest)", "time", "weights/s"],
+                [
+                    "checkpoint",
+                    "largest tensor",
+                    "peak resident set",
+                    "bound (1 GiB + 6 x largest)",
+                    "time",
+                    "weights/s",
+                ],
                 [
                     [
                         f"{memory['checkpoint_bytes'] / 1e9:.2f} GB",
@@ -125,7 +139,9 @@ def summary() -> str:
         document = json.loads(path.read_text())
         by_name = {result["method"]: result for result in document["results"]}
         nf3 = next((r for name, r in by_name.items() if name.startswith("nf3") and "g128" in name), None)
-        ours = next((r for name, r in by_name.items() if "w3pack" in name and "tensor" in name and "g128" in name), None)
+        ours = next(
+            (r for name, r in by_name.items() if "w3pack" in name and "tensor" in name and "g128" in name), None
+        )
         if nf3 is None or ours is None:
             continue
         for text, found in ours["texts"].items():
@@ -140,7 +156,9 @@ def summary() -> str:
                     f"{100 * (found['kl_mean'] / base['kl_mean'] - 1):+.0f} %",
                 ]
             )
-    text = table(["model", "text", "source perplexity", "NF3 absmax: perplexity / KL", "w3pack: perplexity / KL", "KL"], lines)
+    text = table(
+        ["model", "text", "source perplexity", "NF3 absmax: perplexity / KL", "w3pack: perplexity / KL", "KL"], lines
+    )
     return (
         "Without calibration data, group size 128, judged by the model's own output on text (KL divergence to the source):\n\n"
         f"{text}\nThese are small models, on which 3 bits hurt most. All figures, with hardware and commands: "
@@ -157,7 +175,9 @@ def main() -> None:
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     if "--check" in sys.argv:
         if stale:
-            raise SystemExit(f"not what docs/results/*.json says: {', '.join(path.name for path in stale)}; run this script")
+            raise SystemExit(
+                f"not what docs/results/*.json says: {', '.join(path.name for path in stale)}; run this script"
+            )
         return
     for path in stale:
         path.write_text(wanted[path])

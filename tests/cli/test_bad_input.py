@@ -222,7 +222,6 @@ def test_unknown_model_type(nothing_written: Cli, source: Path, model_type: Any,
         ("pad_token_id", 10**6),
     ],
 )
-@pytest.mark.xfail(reason="`integrations.loadable.skeleton` lets these errors of transformers through", strict=False)
 def test_config_that_no_model_can_be_built_from(
     nothing_written: Cli, source: Path, key: str, value: Any, tiny: Any
 ) -> None:
@@ -230,7 +229,6 @@ def test_config_that_no_model_can_be_built_from(
     nothing_written(3, source)
 
 
-@pytest.mark.xfail(reason="nobody asks yet which parameters of the model the files do not supply", strict=False)
 def test_config_with_more_layers_than_the_files(nothing_written: Cli, source: Path, tiny: Any) -> None:
     (source / "config.json").write_text(json.dumps({**tiny.config, "num_hidden_layers": 3}))
     nothing_written(4, source, "--only", UP)

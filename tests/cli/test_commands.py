@@ -348,27 +348,35 @@ def test_skip_and_only(cli: Cli, pristine: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
 def test_nested_language_model(cli: Cli, tmp_path: Path, tiny: Any, prefix: str) -> None:
     """Gemma 3 with a vision tower: names as new and as old checkpoints write them, and as they are written again."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
     text = {**tiny.config, "model_type": "gemma3_text", "sliding_window": 8, "query_pre_attn_scalar": 30}
     vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = {
-        "architectures": ["Gemma3ForConditionalGeneration"],
-        "model_type": "gemma3",
-        "text_config": text,
-        "vision_config": {**vision, "model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14},
-        "mm_tokens_per_image": 4,
-    }
-    tensors = {
-        name.replace("model.", prefix): tensor for name, tensor in tiny.tensors().items() if "lm_head" not in name
-    }
-    tower = "vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight"
-    tensors[tower] = torch.ones(32, 16)
-    source = tiny.write(tmp_path / "source", tensors, config)
+    config = Gemma3Config(
+        text_config={key: value for key, value in text.items() if key != "architectures"},
+        vision_config={**vision, "model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+    )
+    torch.manual_seed(0)
+    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    old = (
+        "model.language_model."
+        if any(name.startswith("model.language_model.") for name in saved)
+        else "language_model.model."
+    )
+    tensors = {name.replace(old, prefix): tensor for name, tensor in saved.items()}
+    source = tiny.write(tmp_path / "source", tensors, json.loads((tmp_path / "saved" / "config.json").read_text()))
     result = cli("quantize", source, "-o", tmp_path / "out", "--qmap", "nf3")
     assert result.code == 0, result.err
-    names = {name for name in tensors if name.endswith("_proj.weight")}
+    names = {name for name in tensors if name.startswith(prefix) and name.endswith("_proj.weight")}
+    assert len(names) == 14
     assert quantised(tmp_path / "out") == {name.removesuffix(".weight") for name in names}
+    tower = next(name for name in tensors if name.endswith("mlp.fc1.weight"))
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")[tower], tensors[tower])
     assert "100.0%" in result.out
+    loaded = Gemma3ForConditionalGeneration.from_pretrained(tmp_path / "out")
+    assert sum(type(module).__name__ == "W3Linear" for module in loaded.modules()) == len(names)
 
 
 def test_a_pattern_matches_the_whole_name(refused: Cli, pristine: Path, tmp_path: Path) -> None:

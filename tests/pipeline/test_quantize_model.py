@@ -343,7 +343,7 @@ def write_large(folder: Path, *, copied: int, copied_mb: int, linear: tuple[int,
 def peak_of_a_run(source: Path, output: Path, *, workers: int) -> int:
     """Peak resident bytes of a process that quantises layer 0 and copies the rest, as the command does."""
     program = (
-        "import resource, sys\n"
+        "import re, sys\n"
         "from pathlib import Path\n"
         "from w3pack.checkpoint.safetensors_source import SafetensorsSource\n"
         "from w3pack.pipeline.plan import QuantizeOptions\n"
@@ -351,7 +351,9 @@ def peak_of_a_run(source: Path, output: Path, *, workers: int) -> int:
         "options = QuantizeOptions(qmap='nf3', only=('re:.*layers[.]0[.].*',))\n"
         "job = prepare_job(SafetensorsSource(Path(sys.argv[1])), options)\n"
         f"run(job, Path(sys.argv[2]), workers={workers})\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, job.plan.memory_bytes)\n"
+        # not getrusage: its maximum survives exec, so it may be that of the process that started this one
+        "peak = re.search(r'VmHWM:\\s*(\\d+) kB', Path('/proc/self/status').read_text())[1]\n"
+        "print(peak, job.plan.memory_bytes)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(w3pack.__file__).parents[1])}
     done = subprocess.run(

@@ -178,7 +178,9 @@ class ShardWriter:
         offset = 0
         for info in tensors:
             if info.nbytes != DTYPES[info.dtype].itemsize * math.prod(info.shape):
-                raise W3PackError(f"expected the size of {info.name} to fit its dtype and shape, got {info.nbytes} bytes")
+                raise W3PackError(
+                    f"expected the size of {info.name} to fit its dtype and shape, got {info.nbytes} bytes"
+                )
             header[info.name] = {
                 "dtype": info.dtype,
                 "shape": list(info.shape),

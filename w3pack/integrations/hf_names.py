@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
@@ -39,15 +39,41 @@ def name_resolver(model: Any) -> Callable[[str], str]:
     return resolve
 
 
-def _renamings(model: Any) -> list[Any]:
+def _conversions(model: Any) -> list[Any]:
     from copy import deepcopy
 
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming
 
     # copies: a renaming remembers that it was used, which decides what save_pretrained reverts
-    mapping = deepcopy(get_model_conversion_mapping(model) or [])
-    return [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    return deepcopy(get_model_conversion_mapping(model) or [])
+
+
+def _renamings(model: Any) -> list[Any]:
+    from transformers.core_model_loading import WeightRenaming
+
+    return [entry for entry in _conversions(model) if isinstance(entry, WeightRenaming)]
+
+
+def missing_parameters(model: Any, names: Collection[str]) -> list[str]:
+    """Parameters of a model for which a checkpoint with tensors `names` has nothing, tied ones apart.
+
+    Names go through transformers' own renaming and merging rules, as they will when the checkpoint is loaded.
+    """
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    conversions = _conversions(model)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    targets = {pattern: entry.target_patterns for entry in converters for pattern in entry.source_patterns}
+    state = model.state_dict()
+    supplied = set(names)
+    for name in names:
+        renamed, source = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        supplied.add(renamed)
+        if source is not None:  # one tensor may be split into several
+            supplied.update(renamed.replace(targets[source][0], target) for target in targets[source])
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    return [name for name, _ in model.named_parameters() if name not in supplied and name not in tied]
 
 
 def describe_experts(module: nn.Module) -> ExpertStack | None:

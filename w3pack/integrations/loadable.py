@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from w3pack.checkpoint.source import Source
-from w3pack.errors import UnsupportedError
+from w3pack.errors import CheckpointError, UnsupportedError
 from w3pack.format import names
-from w3pack.integrations.hf_names import describe_experts, name_resolver
+from w3pack.integrations.hf_names import describe_experts, missing_parameters, name_resolver
 from w3pack.pipeline.plan import Loadable
 from w3pack.runtime.build import why_not_loadable
 
@@ -25,7 +25,7 @@ def skeleton(config: Mapping[str, Any]) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     model_type = config.get("model_type")
-    if model_type not in CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise UnsupportedError(
             f"expected a model_type that transformers {transformers.__version__} knows, got {model_type!r}; "
             "upgrade transformers, or check config.json (models with their own code are not supported)"
@@ -39,10 +39,11 @@ def skeleton(config: Mapping[str, Any]) -> Any:
             if model_class is not None and hasattr(model_class, "_from_config"):
                 return model_class._from_config(parsed)
             return transformers.AutoModelForCausalLM.from_config(parsed)
-    except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+    except Exception as error:  # model classes check their config in whatever way they like
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise UnsupportedError(
             f"expected a causal language model that transformers {transformers.__version__} can build from config.json, "
-            f"got model_type {model_type!r}: {str(error).splitlines()[0][:200]}"
+            f"got model_type {model_type!r}: {reason}"
         ) from error
 
 
@@ -50,7 +51,14 @@ def loadable_for(source: Source) -> Loadable:
     """The question `make_plan` asks, answered by the class that config.json names."""
 
     def loadable(modules: Collection[str]) -> Mapping[str, str]:
+        _check_layers(source)
         model = skeleton(source.config)
+        missing = missing_parameters(model, source.tensors)
+        if missing:
+            raise CheckpointError(
+                f"expected a tensor for every parameter of {type(model).__name__}, {len(missing)} have none, such as "
+                f"{missing[0]}; config.json and the weights do not belong together, or a file is missing"
+            )
         resolve = name_resolver(model)
         refused: dict[str, str] = {}
         for module in modules:
@@ -61,3 +69,15 @@ def loadable_for(source: Source) -> Loadable:
         return refused
 
     return loadable
+
+
+def _check_layers(source: Source) -> None:
+    """Refuse a layer count that the files cannot have before a model of that many layers is built."""
+    text = source.config.get("text_config")
+    for config in (source.config, text if isinstance(text, dict) else {}):
+        layers = config.get("num_hidden_layers")
+        if isinstance(layers, int) and layers > len(source.tensors):
+            raise CheckpointError(
+                f"expected at most {len(source.tensors)} layers, one for each tensor, got num_hidden_layers {layers}; "
+                "config.json and the weights do not belong together"
+            )

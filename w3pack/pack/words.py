@@ -35,7 +35,9 @@ def pack_codes(codes: torch.Tensor, spec: LinearSpec) -> torch.Tensor:
     if int(codes.max()) > 7:
         raise UnsupportedError(f"expected codes 0..7, got {int(codes.max())}")
     padding = (0, spec.padded_columns - spec.columns, 0, spec.padded_rows - spec.rows)
-    quads = _bytes_to_nibbles(torch.nn.functional.pad(codes, padding).contiguous().view(torch.int32))  # [padded rows, columns / 4]
+    quads = _bytes_to_nibbles(
+        torch.nn.functional.pad(codes, padding).contiguous().view(torch.int32)
+    )  # [padded rows, columns / 4]
     halves = quads.view(spec.padded_rows // TILE, 4, 2, 8, spec.padded_columns // TILE, 4, 4)
     # [row tile, block, half, lane row, column tile, lane column, word]
     joined = halves[:, :, 0] | (halves[:, :, 1] << 16)

@@ -79,7 +79,7 @@ def reference_log_probabilities(
 ) -> list[torch.Tensor]:
     """What `evaluate` compares with: one [window, vocabulary] tensor per window.
 
-    float16 halves the memory; its rounding is finest where the probability is large, and adds less than 1e-4 nats
+    float16 halves the memory; its rounding is finest where the probability is large, and adds about 1e-4 nats
     (compare the source with itself to see it).
     """
     return [log_probabilities(model, window).to(dtype) for window in windows]
