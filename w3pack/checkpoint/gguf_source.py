@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -79,6 +80,7 @@ class GgufSource:
         self._notes: list[str] = []
         self._dtype = model_dtype(self._header)
         self._entries = self._plan()
+        self._tensors = MappingProxyType({name: entry.info for name, entry in self._entries.items()})
         _check_types(self._header)
         matrix_types = sorted({t.type for t in self._header.tensors.values() if len(t.shape) > 1} - set(_FLOATS))
         if matrix_types:
@@ -98,7 +100,7 @@ class GgufSource:
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Hugging Face name -> shape and dtype as `read` returns them; `nbytes` is what it takes in the file."""
-        return {name: entry.info for name, entry in self._entries.items()}
+        return self._tensors
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -87,6 +87,8 @@ class Staging:
             return
         if not output.is_dir():
             raise UsageError(f"expected a folder to write to, got the file {output}; choose another place with -o")
+        if os.path.ismount(output):  # found out now, and not by the last rename, hours later
+            raise UsageError(f"expected a folder that can be renamed, got the mount point {output}; name one inside it")
         entries = [entry.name for entry in output.iterdir()]
         if not entries:
             return
@@ -109,7 +111,7 @@ class Staging:
             ) from error
         if journal.get("fingerprint") != self._fingerprint:
             raise UsageError(
-                f"expected the same source, arguments and w3pack version as the unfinished work in {self.folder}, got others; "
+                f"expected the same source, arguments and versions of w3pack and transformers as the unfinished work in {self.folder}, got others; "
                 "repeat the first command with --resume, or pass --overwrite to start anew"
             )
         shards = journal.get("shards")

@@ -30,7 +30,8 @@ def command(
     only: Names = [],  # noqa: B006
     lm_head: Annotated[bool, typer.Option("--lm-head", help="Quantise the lm_head too.")] = False,
     min_coverage: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Fail below this share of the decoder. Default 0.9.")
+        float | None,
+        typer.Option(min=0, max=1, help="Fail below this share of the decoder. Default 0.9; 0 with --skip or --only."),
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest output file.")] = "5GB",
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the learning sample.")] = 0,

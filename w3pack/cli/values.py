@@ -51,4 +51,6 @@ def pick_device(choice: str) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if choice == "cpu" or (re.fullmatch(r"cuda(:\d+)?", choice) and torch.cuda.is_available()):
         return choice
-    raise UsageError(f"expected --device auto, cpu or cuda (with a GPU that torch sees), got {choice!r}")
+    raise UsageError(
+        f"expected --device auto, cpu or cuda (with a GPU that torch sees), got {choice!r}; pass --device cpu"
+    )

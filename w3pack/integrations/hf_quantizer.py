@@ -90,7 +90,7 @@ class W3HfQuantizer(HfQuantizer):  # type: ignore[misc]
             )
         _check_shapes(model, self._shapes)
         _cast(model, self._dtypes)
-        check_loaded(model)
+        check_loaded(model, is_offloaded=lambda module: hasattr(module, "_hf_hook"))  # accelerate's mark
         for module in model.modules():
             if isinstance(module, W3Linear):  # transformers makes every float that it loads trainable
                 module.requires_grad_(False)

@@ -39,10 +39,13 @@ def describe(
     layouts: dict[int, Layout] = {count: layout for layout, count in VECTORS.items()}
     if codes.dim() != 5 or codes.shape[2] not in layouts or codes.dtype != torch.int32:
         raise UnsupportedError(
-            f"expected int32 code words with 3 or 4 vectors a tile, got {codes.dtype} {tuple(codes.shape)}"
+            f"expected int32 code words with 3 or 4 vectors a tile, got {codes.dtype} {tuple(codes.shape)}; "
+            "pass them as pack_codes makes them"
         )
     if qmap.dim() != 2 or qmap.dtype not in (torch.int8, torch.float16):
-        raise UnsupportedError(f"expected an int8 or float16 map [maps, 8], got {qmap.dtype} {tuple(qmap.shape)}")
+        raise UnsupportedError(
+            f"expected an int8 or float16 map [maps, 8], got {qmap.dtype} {tuple(qmap.shape)}; pass it as it is stored"
+        )
     spec = LinearSpec(
         rows=rows,
         columns=columns,
@@ -59,22 +62,24 @@ def describe(
     ):
         if tuple(tensor.shape) != shape:
             raise UnsupportedError(
-                f"expected {name} of shape {shape} for {rows} x {columns}, got {tuple(tensor.shape)}"
+                f"expected {name} of shape {shape} for {rows} x {columns}, got {tuple(tensor.shape)}; pass the sizes it was packed with"
             )
     if scales.dtype != torch.float16:
-        raise UnsupportedError(f"expected float16 scales, got {scales.dtype}")
+        raise UnsupportedError(f"expected float16 scales, got {scales.dtype}; pass them as they are stored")
     return spec
 
 
 def check_input(x: torch.Tensor, columns: int) -> None:
     """UnsupportedError unless x is floating [..., columns]."""
     if x.dim() < 1 or x.shape[-1] != columns or not x.is_floating_point():
-        raise UnsupportedError(f"expected a float x of shape [..., {columns}], got {x.dtype} {tuple(x.shape)}")
+        raise UnsupportedError(
+            f"expected a float x of shape [..., {columns}], got {x.dtype} {tuple(x.shape)}; reshape or cast it"
+        )
 
 
 def _check_bias(bias: torch.Tensor | None, rows: int) -> None:
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != rows):
-        raise UnsupportedError(f"expected a bias of shape [{rows}], got {list(bias.shape)}")
+        raise UnsupportedError(f"expected a bias of shape [{rows}], got {list(bias.shape)}; pass one number per row")
 
 
 def _run(

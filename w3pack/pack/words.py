@@ -30,10 +30,11 @@ def pack_codes(codes: torch.Tensor, spec: LinearSpec) -> torch.Tensor:
     """
     if codes.dtype != torch.uint8 or tuple(codes.shape) != (spec.rows, spec.columns):
         raise UnsupportedError(
-            f"expected uint8 codes of shape {(spec.rows, spec.columns)}, got {codes.dtype} {tuple(codes.shape)}"
+            f"expected uint8 codes of shape {(spec.rows, spec.columns)}, got {codes.dtype} {tuple(codes.shape)}; "
+            "give the codes that this spec was made for"
         )
     if int(codes.max()) > 7:
-        raise UnsupportedError(f"expected codes 0..7, got {int(codes.max())}")
+        raise UnsupportedError(f"expected codes 0..7, got {int(codes.max())}; a map has eight entries")
     padding = (0, spec.padded_columns - spec.columns, 0, spec.padded_rows - spec.rows)
     quads = _bytes_to_nibbles(
         torch.nn.functional.pad(codes, padding).contiguous().view(torch.int32)
@@ -83,7 +84,8 @@ def unpack_codes(words: torch.Tensor, spec: LinearSpec) -> torch.Tensor:
     """
     if words.dtype != torch.int32 or tuple(words.shape) != spec.codes_shape:
         raise CheckpointError(
-            f"expected int32 code words of shape {spec.codes_shape}, got {words.dtype} {tuple(words.shape)}"
+            f"expected int32 code words of shape {spec.codes_shape}, got {words.dtype} {tuple(words.shape)}; "
+            "config and words do not belong together"
         )
     if spec.layout == "nibble" and bool((words & _SPARE_BIT).any()):
         raise CheckpointError(
@@ -139,7 +141,8 @@ def pack_scales(scales: torch.Tensor, spec: LinearSpec) -> torch.Tensor:
     """
     if scales.dtype != torch.float16 or tuple(scales.shape) != (spec.rows, spec.groups):
         raise UnsupportedError(
-            f"expected float16 scales of shape {(spec.rows, spec.groups)}, got {scales.dtype} {tuple(scales.shape)}"
+            f"expected float16 scales of shape {(spec.rows, spec.groups)}, got {scales.dtype} {tuple(scales.shape)}; "
+            "give the scales that this spec was made for"
         )
     full = torch.nn.functional.pad(scales, (0, 0, 0, spec.padded_rows - spec.rows))
     tiles = full.view(spec.padded_rows // TILE, 8, 8, spec.groups)  # [row tile, 2 * block + half, lane row, group]
@@ -150,7 +153,8 @@ def unpack_scales(scales: torch.Tensor, spec: LinearSpec) -> torch.Tensor:
     """Inverse of `pack_scales`: float16 `spec.scales_shape` -> float16 [rows, groups]."""
     if scales.dtype != torch.float16 or tuple(scales.shape) != spec.scales_shape:
         raise CheckpointError(
-            f"expected float16 scales of shape {spec.scales_shape}, got {scales.dtype} {tuple(scales.shape)}"
+            f"expected float16 scales of shape {spec.scales_shape}, got {scales.dtype} {tuple(scales.shape)}; "
+            "config and scales do not belong together"
         )
     return scales.permute(0, 3, 2, 1).reshape(spec.padded_rows, spec.groups)[: spec.rows].contiguous()
 
@@ -164,5 +168,7 @@ def pad_qmap(qmap: torch.Tensor, spec: LinearSpec) -> torch.Tensor:
     if qmap.shape[0] == spec.rows and spec.maps == spec.padded_rows:
         qmap = torch.cat([qmap, qmap[-1:].expand(spec.padded_rows - spec.rows, -1)])
     if tuple(qmap.shape) != spec.qmap_shape:
-        raise UnsupportedError(f"expected a map of shape {spec.qmap_shape}, got {tuple(qmap.shape)}")
+        raise UnsupportedError(
+            f"expected a map of shape {spec.qmap_shape}, got {tuple(qmap.shape)}; give one map, or one per row"
+        )
     return qmap.contiguous()

@@ -9,6 +9,7 @@ Nothing here holds more than one tensor of the source at a time.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -97,7 +98,9 @@ def run(
     started = time.monotonic()
     _check_place(job, output)
     parts = (job.source.fingerprint(), settings_fingerprint(job.options, version=__version__), job.qmaps.fingerprint())
-    fingerprint = " ".join((*parts, device.partition(":")[0]))
+    # the plan as well: another transformers may find other modules loadable, and finished shards would not fit it
+    plan = hashlib.sha256(repr(job.plan.shards).encode("utf-8", "backslashreplace")).hexdigest()
+    fingerprint = " ".join((*parts, plan, device.partition(":")[0]))
     staging = Staging(output, fingerprint=fingerprint, overwrite=overwrite, resume=resume)
     try:
         _check_space(job, staging)

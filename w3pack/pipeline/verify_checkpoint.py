@@ -115,7 +115,9 @@ def _check_values(packed: PackedCheckpoint, module: str, spec: LinearSpec) -> No
         )
     scales = packed.read(module, names.SCALES).permute(0, 3, 2, 1).reshape(spec.padded_rows, spec.groups)
     if bool(scales[spec.rows :].any()):
-        raise VerificationError(f"expected scales of padded rows to be 0 in {module}.scales; quantize the model again")
+        raise VerificationError(
+            f"expected scales of padded rows to be 0 in {module}.scales, got others; quantize the model again"
+        )
 
 
 def _check_errors(packed: PackedCheckpoint, source: Source, progress: Callable[[str], None] | None) -> dict[str, float]:

@@ -18,7 +18,7 @@ from w3pack.quantize.nearest import Levels, comparisons, nearest_values
 
 
 def projection(batch: Batch, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A / B and A^2 / B of the module's docstring for values [groups, group_size]; float32 [groups] each."""
+    """A / B and A^2 / B of the module's docstring for values [groups, group_size], which are overwritten; float32 [groups] each."""
     along = (batch.weighted * values).sum(dim=1)
     power = values.mul_(values).mul_(batch.importance).sum(dim=1).clamp_min_(TINY)
     ratio = along / power

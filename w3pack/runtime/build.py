@@ -12,7 +12,7 @@ from w3pack.errors import CheckpointError, UnsupportedError
 from w3pack.format import names
 from w3pack.format.config import W3Config
 from w3pack.format.linear import LinearSpec
-from w3pack.runtime.experts import Expert, W3Experts
+from w3pack.runtime.experts import PROJECTIONS, Expert, W3Experts
 from w3pack.runtime.linear import W3Linear
 
 #: Checkpoint name of a module -> its path in the model.
@@ -31,20 +31,27 @@ class ExpertStack:
     intermediate: int
     activation: Callable[[torch.Tensor], torch.Tensor]
 
+    def shapes(self, projections: tuple[str, str, str]) -> dict[str, tuple[int, int]]:
+        """Rows and columns of each projection, given the names of (gate, up, down)."""
+        gate, up, down = projections
+        inner = (self.intermediate, self.hidden)
+        return {gate: inner, up: inner, down: (self.hidden, self.intermediate)}
+
 
 #: Describes a module as an `ExpertStack`, or says None when it is not one that `W3Experts` computes.
 DescribeExperts = Callable[[nn.Module], ExpertStack | None]
 
 
 def why_not_loadable(
-    model: nn.Module, module: str, spec_rows: int, spec_columns: int, *, resolve: Resolve, describe: DescribeExperts
+    model: nn.Module, module: str, rows: int, columns: int, *, resolve: Resolve, describe: DescribeExperts
 ) -> str | None:
-    """None when `module` of the checkpoint can be replaced in `model`; otherwise the reason."""
+    """None when `module` of the checkpoint, of `rows` x `columns`, can be replaced in `model`; otherwise the reason."""
     expert = names.expert_of(module)
     if expert is not None:
         stack = _find(model, resolve(expert[0]))
-        if stack is not None and describe(stack) is not None:
-            return None
+        described = None if stack is None else describe(stack)
+        if described is not None:
+            return _why_not_expert(described, expert[1], expert[2], (rows, columns))
         if stack is not None and not isinstance(stack, nn.ModuleList):
             return f"the model class holds {type(stack).__name__}, experts that w3pack cannot run"
     found = _find(model, resolve(module))
@@ -52,8 +59,19 @@ def why_not_loadable(
         return "the model class has no such module"
     if type(found) is not nn.Linear:
         return f"the model class has a {type(found).__name__} there, not a Linear"
-    if (found.out_features, found.in_features) != (spec_rows, spec_columns):
+    if (found.out_features, found.in_features) != (rows, columns):
         return f"the model class has a Linear of {found.out_features} x {found.in_features} there"
+    return None
+
+
+def _why_not_expert(stack: ExpertStack, number: int, projection: str, shape: tuple[int, int]) -> str | None:
+    wanted = {name: size for triple in PROJECTIONS for name, size in stack.shapes(triple).items()}.get(projection)
+    if number >= stack.experts:
+        return f"the model class has {stack.experts} experts there"
+    if wanted is None:
+        return f"experts have no projection {projection} that w3pack knows"
+    if wanted != shape:
+        return f"the model class has an expert's projection of {wanted[0]} x {wanted[1]} there"
     return None
 
 
@@ -118,13 +136,13 @@ def _packed_experts(
     if stack is None or max(experts) >= stack.experts:
         raise UnsupportedError(f"expected experts below {stack.experts if stack else 0} at {path}, got {max(experts)}")
     seen = {projection for specs in experts.values() for projection in specs}
-    legacy = bool(seen & {"w1", "w2", "w3"})
-    gate, up, down = ("w1", "w3", "w2") if legacy else ("gate_proj", "up_proj", "down_proj")
-    shapes = {
-        gate: (stack.intermediate, stack.hidden),
-        up: (stack.intermediate, stack.hidden),
-        down: (stack.hidden, stack.intermediate),
-    }
+    triple = next((triple for triple in PROJECTIONS if seen <= set(triple)), None)
+    if triple is None:
+        raise UnsupportedError(
+            f"expected experts with projections {' or '.join(map(str, PROJECTIONS))} at {path}, got {sorted(seen)}; "
+            "config.json and the model class do not belong together"
+        )
+    shapes = stack.shapes(triple)
     packed = []
     for number in range(stack.experts):
         projections: dict[str, nn.Module] = {}
@@ -142,12 +160,16 @@ def _packed_experts(
     return W3Experts(packed, stack.activation)
 
 
-def check_loaded(model: nn.Module) -> None:
-    """UnsupportedError or CheckpointError naming a packed tensor that a loader changed or that holds impossible values."""
+def check_loaded(model: nn.Module, *, is_offloaded: Callable[[nn.Module], bool]) -> None:
+    """UnsupportedError or CheckpointError naming a packed tensor that a loader changed or that holds impossible values.
+
+    `is_offloaded` tells modules whose tensors wait elsewhere, and are on meta until they are called; of those only shapes
+    and dtypes are checked.
+    """
     for path, module in model.named_modules():
         if not isinstance(module, W3Linear):
             continue
-        module.check(path)
+        module.check(path, offloaded=is_offloaded(module))
         for part in ("scales", "qmap"):
             tensor = getattr(module, part)
             if tensor.device.type != "meta" and not bool(torch.isfinite(tensor).all()):

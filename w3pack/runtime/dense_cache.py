@@ -11,7 +11,8 @@ from __future__ import annotations
 import threading
 
 _GIB = 1 << 30
-_lock = threading.Lock()
+#: Reentrant: the garbage collector may free a matrix, and so call `release`, while this thread is inside `admit`.
+_lock = threading.RLock()
 _budget: int | None = None
 _used = 0
 
@@ -29,7 +30,10 @@ def available_bytes() -> int:
 
 
 def set_budget(nbytes: int | None) -> None:
-    """Bytes that unpacked matrices may take in this process from now on; None returns to the policy above."""
+    """Bytes that unpacked matrices may take in this process from now on; None returns to the policy above.
+
+    Matrices kept already stay: `W3Linear.drop_dense` lets go of one.
+    """
     global _budget
     with _lock:
         _budget = nbytes

@@ -55,8 +55,11 @@ class W3Linear(nn.Module):
         return w3.dequantize(self.codes, self.scales, self.qmap, spec=self.spec, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x floating [..., columns] -> [..., rows] in x's dtype."""
-        if not torch.compiler.is_compiling() and x.device.type == "cpu":
+        """x floating [..., columns] -> [..., rows] in x's dtype, or under autocast, as a stock Linear, in autocast's."""
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+            # here and not inside the op, whose fake implementation promises x's dtype to torch.compile
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        if not torch.compiler.is_compiling() and x.device.type == "cpu" and self.codes.device.type == "cpu":
             check_input(x, self.spec.columns)
             dense = self._dense_weight(x.dtype)
             if dense is not None:
@@ -74,18 +77,25 @@ class W3Linear(nn.Module):
 
     def _dense_weight(self, dtype: torch.dtype) -> torch.Tensor | None:
         """The unpacked matrix in `dtype`, kept if the budget lets it be; None when it does not."""
-        if self._dense is not None and self._dense.dtype == dtype:
-            return self._dense
+        dense = self._dense  # read once: another thread may drop or replace it meanwhile
+        if dense is not None and dense.dtype == dtype:
+            return dense
+        del dense
         self.drop_dense()
         nbytes = self.spec.weights * dtype.itemsize
         if not dense_cache.admit(nbytes):
             return None
-        # outside of inference mode: a later call may want a gradient of x
-        with torch.inference_mode(False), torch.no_grad():
-            self._dense = self.dequantized_weight(dtype)
-        # bound to the matrix, not to the module: whatever lets go of it gives its bytes back
-        weakref.finalize(self._dense, dense_cache.release, nbytes).atexit = False
-        return self._dense
+        try:
+            # outside of inference mode: a later call may want a gradient of x
+            with torch.inference_mode(False), torch.no_grad():
+                fresh = self.dequantized_weight(dtype)
+            # bound to the matrix, not to the module: whatever lets go of it gives its bytes back
+            weakref.finalize(fresh, dense_cache.release, nbytes).atexit = False
+        except BaseException:  # an interruption too: nothing is kept, so nothing may stay counted
+            dense_cache.release(nbytes)
+            raise
+        self._dense = fresh
+        return fresh
 
     def drop_dense(self) -> None:
         """Forget the unpacked matrix and give its memory back."""
@@ -127,14 +137,6 @@ class W3Linear(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_dense": None}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> W3Linear:
-        copy = W3Linear(self.spec, dtype=None if self.bias is None else self.bias.dtype, device="meta")
-        memo[id(self)] = copy
-        for name in (*_STORED, "bias"):
-            value = getattr(self, name)
-            setattr(copy, name, None if value is None else _frozen(value.data.clone()))
-        return copy.train(self.training)
-
     def extra_repr(self) -> str:
         """Shape and form, for print(model)."""
         s = self.spec
@@ -143,24 +145,26 @@ class W3Linear(nn.Module):
             f"layout={s.layout}, maps={s.maps}, qmap={s.qmap_dtype}"
         )
 
-    def check(self, name: str) -> None:
-        """UnsupportedError naming the tensor when one is on meta or not of the shape and dtype of the spec."""
+    def check(self, name: str, *, offloaded: bool = False) -> None:
+        """UnsupportedError naming the tensor when one is not of the spec's shape and dtype, or on meta unless `offloaded`."""
         shapes = {"codes": self.spec.codes_shape, "scales": self.spec.scales_shape, "qmap": self.spec.qmap_shape}
         dtypes = {"codes": torch.int32, "scales": torch.float16}
         dtypes["qmap"] = torch.int8 if self.spec.qmap_dtype == "int8" else torch.float16
         for part in _STORED:
             tensor = getattr(self, part)
-            if tensor.is_meta:
+            if tensor.is_meta and not offloaded:
                 raise UnsupportedError(
                     f"expected {name}.{part} to be loaded, got a tensor without data; load the checkpoint anew"
                 )
             if tuple(tensor.shape) != shapes[part] or tensor.dtype != dtypes[part]:
                 raise UnsupportedError(
-                    f"expected {name}.{part} to be {dtypes[part]} {shapes[part]}, got {tensor.dtype} {tuple(tensor.shape)}"
+                    f"expected {name}.{part} to be {dtypes[part]} {shapes[part]}, got {tensor.dtype} {tuple(tensor.shape)}; "
+                    "load the checkpoint anew"
                 )
         if self.bias is not None and (tuple(self.bias.shape) != (self.spec.rows,) or not self.bias.is_floating_point()):
             raise UnsupportedError(
-                f"expected {name}.bias to be floats of shape {(self.spec.rows,)}, got {self.bias.dtype} {tuple(self.bias.shape)}"
+                f"expected {name}.bias to be floats of shape {(self.spec.rows,)}, got {self.bias.dtype} {tuple(self.bias.shape)}; "
+                "load the checkpoint anew"
             )
 
 
