@@ -15,7 +15,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 install_once() {
   local stamp="$VENV/.installed-$2"
   if ! cmp -s pyproject.toml "$stamp"; then
-    echo "== installing $1"
+    echo "== installing torch and $1 (a minute or two)"
     python -m pip install -q "torch==2.13.0"
     python -m pip install -q -e "$1"
     cp pyproject.toml "$stamp"

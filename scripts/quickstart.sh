@@ -10,11 +10,15 @@ OUT=${2:-w3pack-out/smollm2-135m-w3}
 if [ -z "$MODEL" ]; then
   MODEL=$(python scripts/fetch.py smollm2-135m)
 fi
-echo "== w3pack quantize $MODEL -o $OUT"
-w3pack quantize "$MODEL" -o "$OUT" --overwrite
+# groups of 64: this model's hidden size, 576, is no multiple of 128
+echo "== w3pack quantize $MODEL -o $OUT --group-size 64"
+w3pack quantize "$MODEL" -o "$OUT" --group-size 64 --overwrite
 echo
 echo "== w3pack verify $OUT"
 w3pack verify "$OUT"
 echo
 echo "== w3pack generate $OUT \"Once upon a time\" -n 64"
 w3pack generate "$OUT" "Once upon a time" -n 64
+
+echo
+echo "The packed model is in $OUT. To use the command: source .venv/bin/activate"

@@ -65,6 +65,7 @@ def test_resume_keeps_finished_shards_only(tmp_path: Path) -> None:
     write_shard(staging, "one.safetensors")
     (staging.folder / "two.safetensors.partial").write_bytes(b"half")
     (staging.folder / "config.json").write_bytes(b"{}")
+    staging.let_go()  # as the end of its process would
     again = claim(tmp_path / "out", resume=True)
     assert list(again.records) == ["one.safetensors"]
     assert [name for name in entries(again.folder) if not name.startswith(".")] == ["one.safetensors"]
@@ -93,6 +94,7 @@ def test_damaged_journal(tmp_path: Path, journal: str) -> None:
     staging = claim(tmp_path / "out")
     write_shard(staging, "one.safetensors")
     next(staging.folder.glob(".*.json")).write_text(journal)
+    staging.let_go()
     with pytest.raises(UsageError, match="--overwrite"):
         claim(tmp_path / "out", resume=True)
 
@@ -103,6 +105,7 @@ def test_journal_that_points_elsewhere(tmp_path: Path, file: str) -> None:
     write_shard(staging, "one.safetensors")
     path = next(staging.folder.glob(".*.json"))
     path.write_text(path.read_text().replace("one.safetensors", file))
+    staging.let_go()
     with pytest.raises(UsageError, match="--overwrite"):
         claim(tmp_path / "out", resume=True)
 
@@ -169,3 +172,14 @@ def test_output_must_have_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(UsageError, match="name another"):
             claim(place, overwrite=True)
     assert os.listdir(tmp_path) == []
+
+
+def test_two_processes_do_not_share_an_output(tmp_path: Path) -> None:
+    """Neither --resume nor --overwrite may touch the files of a run that is under way."""
+    first = Staging(tmp_path / "out", fingerprint="f", overwrite=False, resume=False)
+    for options in ({"resume": True, "overwrite": False}, {"resume": False, "overwrite": True}):
+        with pytest.raises(UsageError, match="another w3pack at work"):
+            Staging(tmp_path / "out", fingerprint="f", **options)
+        assert first.folder.is_dir()
+    first.abandon()
+    Staging(tmp_path / "out", fingerprint="f", overwrite=False, resume=False).abandon()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from w3pack.checkpoint.safetensors_source import SafetensorsSource
 from w3pack.errors import CheckpointError, UnsupportedError
 from w3pack.pipeline.plan import QuantizeOptions
-from w3pack.pipeline.quantize_model import prepare_job
+from w3pack.pipeline.quantize_model import prepare_job, read_float
 from w3pack.pipeline.verify_checkpoint import verify_checkpoint
 
 BLOCK = (128, 128)
@@ -155,3 +158,21 @@ def test_memory_estimate_and_size_count_what_comes_out(lab: Any) -> None:
     stored = lab.quantize(job.source)
     assert job.plan.output_bytes == sum(tensor.nbytes for tensor in stored.values())
     assert job.plan.source_bytes == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_e5m2_weights_are_fp8_too(tmp_path: Path) -> None:
+    """Neither copied raw nor left out of the coverage: multiplied by their scales like E4M3 ones."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    name = "model.layers.0.mlp.up_proj.weight"
+    weight = torch.linspace(-1, 1, 128 * 256).view(128, 256).to(torch.float8_e5m2)
+    scales = torch.tensor([[0.5, 3.0]])
+    save_file({name: weight, f"{name}_scale_inv": scales}, folder / "model.safetensors")
+    config = {"model_type": "llama", "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (folder / "config.json").write_text(json.dumps(config))
+    job = prepare_job(SafetensorsSource(folder), QuantizeOptions())
+    assert [tensor.action for tensor in job.plan.tensors if tensor.source.name == name] == ["quantize"]
+    assert job.plan.coverage == 1.0
+    found = read_float(job.source, job.plan.quantized[0], job.plan.block)
+    assert torch.equal(found[:, :128], weight[:, :128].float() * 0.5)
+    assert torch.equal(found[:, 128:], weight[:, 128:].float() * 3.0)

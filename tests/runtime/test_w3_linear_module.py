@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -423,3 +424,12 @@ def test_printing_tells_the_form() -> None:
     text = repr(make("nibble", "int8", maps=64))
     for fact in ("in_features=200", "out_features=60", "nibble", "64", "int8"):
         assert fact in text
+
+
+def test_a_containers_limit_bounds_the_budget(tmp_path: Path) -> None:
+    for name, text in (("memory.max", "max"), ("memory.current", "700"), ("memory.stat", "anon 1\ninactive_file 100")):
+        (tmp_path / name).write_text(text)
+    assert dense_cache._container_bytes(tmp_path) is None
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert dense_cache._container_bytes(tmp_path) == 400
+    assert dense_cache._container_bytes(tmp_path / "absent") is None

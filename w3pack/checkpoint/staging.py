@@ -6,9 +6,12 @@ and entered in a journal. Index, config and manifest come last; then one rename 
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
+import sys
+import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,11 @@ from w3pack.checkpoint.source import TensorInfo
 from w3pack.checkpoint.tensor_file import ShardWriter, disk_error, read_header
 from w3pack.errors import CheckpointError, ResourceError, UsageError, W3PackError
 from w3pack.format import names
+
+if sys.platform == "win32":
+    fcntl = None
+else:
+    import fcntl
 
 _LOG = logging.getLogger(__name__)
 
@@ -52,22 +60,28 @@ class Staging:
         self.folder = output.parent / f".{output.name}.w3pack-unfinished"
         self._previous = output.parent / f".{output.name}.w3pack-replaced"
         self._fingerprint = fingerprint
+        self._lock: weakref.finalize[[int], Staging] | None = None
+        self.records: dict[str, Any] = {}
         try:
             if self._previous.exists() and not output.exists():  # stopped between the two renames of `publish`
                 self._previous.rename(output)
             self._check_output(overwrite=overwrite)
-            self.records: dict[str, Any] = {}
             self._claim(overwrite=overwrite, resume=resume)
-        except OSError as error:
-            raise disk_error(error, self.output) from error
+        except BaseException as error:
+            self.let_go()
+            if isinstance(error, OSError):
+                raise disk_error(error, self.output) from error
+            raise
 
     def _claim(self, *, overwrite: bool, resume: bool) -> None:
         if self.folder.exists():
+            self._lock_folder()
             if resume:
                 self.records = self._read_journal()
                 self._remove_all_but_records()
             elif overwrite:
                 shutil.rmtree(self.folder)
+                self.let_go()  # the lock went with the folder
             else:
                 raise UsageError(
                     f"expected no unfinished work for {self.output}, got {self.folder}; "
@@ -78,8 +92,33 @@ class Staging:
                 f"expected unfinished work for {self.output} to resume, got none; run again without --resume"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
+        if self._lock is None:
+            self._lock_folder()
         if not self.records:
             self._write_journal()
+
+    def _lock_folder(self) -> None:
+        """Take the folder for this process until it ends or lets go; where the system has no such locks, do nothing."""
+        if fcntl is None:
+            return
+        handle = os.open(self.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(handle)
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise UsageError(
+                    f"expected nobody else to write {self.output}, got another w3pack at work on it; "
+                    "wait for it or choose another place with -o"
+                ) from error
+            return  # a file system without locks
+        self._lock = weakref.finalize(self, os.close, handle)
+
+    def let_go(self) -> None:
+        """Let other processes have the unfinished folder; the end of the process, or of this object, does the same."""
+        if self._lock is not None:
+            self._lock()
+            self._lock = None
 
     def _check_output(self, *, overwrite: bool) -> None:
         output = self.output
@@ -143,6 +182,7 @@ class Staging:
                     self._remove_all_but_records()
                 else:
                     shutil.rmtree(self.folder)
+            self.let_go()
         except OSError as error:
             _LOG.warning("could not remove all of %s: %s", self.folder, error)
 
@@ -207,6 +247,7 @@ class Staging:
                 shutil.rmtree(self._previous)
         except OSError as error:
             raise disk_error(error, self.output) from error
+        self.let_go()
 
 
 def _written_by_us(folder: Path) -> bool:

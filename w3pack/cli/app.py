@@ -56,7 +56,7 @@ class _InterruptedRun(W3PackError):
     exit_code = EXIT_INTERRUPTED
 
     def __str__(self) -> str:
-        return "interrupted, and nothing half-written was left as output; a quantize that says --resume goes on from its last finished file"
+        return "interrupted, and nothing half-written was left as output; if a file was finished, the same command with --resume goes on from there"
 
 
 for _command in (quantize, inspect, verify, generate, autoload):

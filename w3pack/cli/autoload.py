@@ -20,7 +20,7 @@ class State(StrEnum):
 
 
 def command(state: Annotated[State, typer.Argument(help="on, off, or status.")] = State.status) -> None:
-    """Switch off (or on again) that transformers learns of w3pack without `import w3pack`, in this environment.
+    """Turn automatic registration with transformers on or off in this environment.
 
     Example: `w3pack autoload off`
     """

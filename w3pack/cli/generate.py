@@ -29,12 +29,16 @@ def command(
     quiet_loading()
     from w3pack.integrations.generation import generate
 
-    def show(text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+    pending = "" if chat else prompt  # shown with the first text, so that a failure finds a clean line
 
-    if not chat:
-        show(prompt)
+    def show(text: str) -> None:
+        nonlocal pending
+        sys.stdout.write(pending + text)
+        sys.stdout.flush()
+        pending = ""
+
+    if sys.stderr.isatty() and not quiet:
+        typer.echo("loading; the first token also unpacks every matrix", err=True)
     result = generate(
         checkpoint, prompt, new_tokens=new_tokens, chat=chat, temperature=temperature, seed=seed,
         device=pick_device(device), on_text=show,

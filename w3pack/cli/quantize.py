@@ -38,6 +38,9 @@ def command(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     workers: Annotated[int | None, typer.Option(min=1, help="Threads; the bytes do not depend on it.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="With --dry-run: a line for every tensor of every layer.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a w3pack checkpoint at the output.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue unfinished work.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Report as JSON on stdout.")] = False,
@@ -61,7 +64,7 @@ def command(
     with open_source(model) as source:
         job = prepare_job(source, options, loadable=loadable_for(source))
         if dry_run:
-            render.plan(job, output, as_json=json)
+            render.plan(job, output, layers=layers, as_json=json)
             return
         with bar(total=job.plan.weights, unit="w", quiet=quiet or json) as progress:
             report = run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import re
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,8 +45,8 @@ def _megabytes(nbytes: float) -> str:
     return f"{nbytes / 1e6:,.1f} MB" if nbytes < 1e10 else f"{nbytes / 1e9:,.2f} GB"
 
 
-def plan(job: Job, output: Path, *, as_json: bool) -> None:
-    """The plan of a run: every tensor, then the sums."""
+def plan(job: Job, output: Path, *, layers: bool, as_json: bool) -> None:
+    """The plan of a run: every tensor (alike ones of several layers in one line unless `layers`), then the sums."""
     from w3pack.checkpoint.staging import free_bytes
 
     planned, free = job.plan, free_bytes(output)
@@ -70,13 +71,20 @@ def plan(job: Job, output: Path, *, as_json: bool) -> None:
             }
         )
         return
-    table = _table("tensor", "dtype", "shape", "action", "bits", "why")
-    for tensor in planned.tensors:
-        bits = f"{tensor.spec.bits_per_weight:.3f}" if tensor.spec else ""
-        shape = " x ".join(map(str, tensor.source.shape))
-        table.add_row(
-            _plain(tensor.source.name), tensor.source.dtype, shape, tensor.action, bits, _plain(tensor.reason)
+    table = _table("tensor", "times", "dtype", "shape", "action", "bits", "why")
+    rows = Counter(
+        (
+            tensor.source.name if layers else re.sub(r"\.\d+(?=\.)", ".*", tensor.source.name),
+            tensor.source.dtype,
+            " x ".join(map(str, tensor.source.shape)),
+            tensor.action,
+            f"{tensor.spec.bits_per_weight:.3f}" if tensor.spec else "",
+            tensor.reason,
         )
+        for tensor in sorted(planned.tensors, key=lambda tensor: _natural(tensor.source.name))
+    )
+    for (name, dtype, shape, action, bits, why), times in rows.items():
+        table.add_row(_plain(name), str(times), dtype, shape, action, bits, _plain(why))
     console = _console()
     console.print(table)
     _facts(
@@ -85,10 +93,15 @@ def plan(job: Job, output: Path, *, as_json: bool) -> None:
         ("Bits per weight", f"{planned.bits_per_weight:.3f} with scales, maps and padding"),
         ("Coverage", f"{planned.coverage:.1%} of the decoder's matrix weights"),
         ("Size", f"{_megabytes(planned.source_bytes)} -> {_megabytes(needed)} in {len(planned.shards)} file(s)"),
-        ("Memory", f"at most {_megabytes(planned.memory_bytes)}"),
+        ("Peak memory", f"at most {_megabytes(planned.memory_bytes)}"),
         ("Free at output", f"{_megabytes(free)}{'' if free > needed else ': NOT ENOUGH'}"),
         notes=planned.notes,
     )
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sort key by which layer 2 comes before layer 10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def _planned(tensor: PlannedTensor) -> dict[str, Any]:
@@ -134,7 +147,10 @@ def report(done: Report, *, as_json: bool) -> None:
         ("Written", done.output),
         ("Bits per weight", f"{done.bits_per_weight:.3f} with scales, maps and padding"),
         ("Coverage", f"{done.coverage:.1%} of the decoder's matrix weights"),
-        ("Size", f"{_megabytes(done.source_bytes)} -> {_megabytes(done.output_bytes)}"),
+        (
+            "Size",
+            f"{_megabytes(done.source_bytes)} -> {_megabytes(done.output_bytes)}, of it {_megabytes(done.bits_per_weight * done.weights / 8)} packed",
+        ),
         ("Worst layer", f"{done.worst[0][0]} (relative error {done.worst[0][1]:.4f})"),
         ("Time", f"{done.seconds:.1f} s, {done.weights_per_second / 1e6:.1f} million weights/s"),
         notes=done.notes,
@@ -160,7 +176,7 @@ def inspection(found: dict[str, Any], *, layers: bool, as_json: bool) -> None:
     console.print(table)
     if layers:
         detail = _table("Linear", "rows x columns", "layout", "maps", "first map", "error")
-        for name, entry in found["modules"].items():
+        for name, entry in sorted(found["modules"].items(), key=lambda item: _natural(item[0])):
             error = entry["relative_error"]
             detail.add_row(
                 _plain(name),
@@ -172,7 +188,7 @@ def inspection(found: dict[str, Any], *, layers: bool, as_json: bool) -> None:
             )
         console.print()
         console.print(detail)
-    kept = Counter(why for why in found["kept"].values())
+    kept = Counter(str(why).removeprefix("copy: ") for why in found["kept"].values())
     coverage = found["coverage"]
     _facts(
         console,
@@ -180,8 +196,14 @@ def inspection(found: dict[str, Any], *, layers: bool, as_json: bool) -> None:
         ("Bits per weight", f"{found['bits_per_weight']:.3f} with scales, maps and padding"),
         ("Size", f"{_megabytes(found['bytes'])}, of it {_megabytes(found['packed_bytes'])} packed"),
         ("Coverage", "not recorded" if coverage is None else f"{coverage:.1%} of the decoder's matrix weights"),
-        ("Tensor parallel", f"degrees {', '.join(map(str, found['tensor_parallel_degrees']))}"),
-        ("Kept as they were", ", ".join(f"{count} ({why})" for why, count in kept.most_common()) or "not recorded"),
+        (
+            "Tensor parallel",
+            ", ".join(map(str, found["tensor_parallel_degrees"])) + " (degrees that cut whole tiles and groups)",
+        ),
+        (
+            "Kept as they were",
+            ", ".join(f"{count} tensors ({why})" for why, count in kept.most_common()) or "not recorded",
+        ),
         notes=found["source"].get("notes", []) if isinstance(found["source"], dict) else [],
     )
 
@@ -194,7 +216,7 @@ def verification(result: Verification, *, as_json: bool) -> None:
     console = _console()
     if result.errors:
         table = _table("Linear", "relative error")
-        for name, error in result.errors.items():
+        for name, error in sorted(result.errors.items(), key=lambda item: _natural(item[0])):
             table.add_row(_plain(name), f"{error:.4f}")
         console.print(table)
     console.print(

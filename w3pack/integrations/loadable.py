@@ -39,6 +39,8 @@ def skeleton(config: Mapping[str, Any]) -> Any:
             if model_class is not None and hasattr(model_class, "_from_config"):
                 return model_class._from_config(parsed)
             return transformers.AutoModelForCausalLM.from_config(parsed)
+    except MemoryError:
+        raise
     except Exception as error:  # model classes check their config in whatever way they like
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise UnsupportedError(

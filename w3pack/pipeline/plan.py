@@ -13,14 +13,13 @@ from w3pack.errors import CheckpointError, UnsupportedError, UsageError
 from w3pack.format import names
 from w3pack.format.layout import FORMAT_VERSION, TILE, Layout
 from w3pack.format.linear import MAX_SIDE, LinearSpec, QmapDtype
-from w3pack.pipeline.selection import is_matrix, module_of, selector, why_not_linear
+from w3pack.pipeline.fp8_source import ACTIVATION_SCALES, SCALE_SUFFIX, block_size, check_grid, consumed_by_weight
+from w3pack.pipeline.selection import FP8, is_matrix, module_of, selector, why_not_linear
 
 Action = Literal["quantize", "copy", "dequantize", "drop"]
 #: Asked for the modules that are to be quantised; answers which of them no loader could run, and why.
 Loadable = Callable[[Collection[str]], Mapping[str, str]]
 
-SCALE_SUFFIX = "_scale_inv"
-_ACTIVATION_SCALES = ("input_scale", "activation_scale")
 _OUTSIDE = "outside the decoder's layers"
 BASE_MEMORY = 700 << 20
 MEMORY_FACTOR = 5
@@ -105,7 +104,8 @@ class Plan:
     def memory_bytes(self) -> int:
         """Upper estimate of peak memory: the process and its libraries, and a few copies of the largest tensor."""
         return BASE_MEMORY + MEMORY_FACTOR * max(
-            DTYPES[t.source.dtype].itemsize * math.prod(t.source.shape) for t in self.tensors
+            max(DTYPES[t.source.dtype].itemsize, 2) * math.prod(t.source.shape)
+            for t in self.tensors  # FP8 becomes float32
         )
 
 
@@ -126,7 +126,7 @@ def make_plan(source: Source, options: QuantizeOptions, *, loadable: Loadable | 
         raise UsageError(
             f"expected a group size that is a multiple of {TILE}, got {options.group_size}; use 64, 128 or 256"
         )
-    block = _fp8_block(source)
+    block = block_size(source)
     tied_head = _tied_head(source)
     candidates = {info.name: why_not_linear(info) for info in source.tensors.values()}
     candidates.update(dict.fromkeys(tied_head, "tied to the embedding"))
@@ -148,7 +148,10 @@ def make_plan(source: Source, options: QuantizeOptions, *, loadable: Loadable | 
     if loadable is not None and chosen:
         refused = loadable(chosen)
         candidates.update({names.tensor(module, "weight"): why for module, why in refused.items()})
-    tensors = tuple(_planned(source, info, candidates, options, block, tied_head) for info in source.tensors.values())
+    tensors = tuple(
+        _planned(source, info, candidates=candidates, options=options, block=block, tied_head=tied_head)
+        for info in source.tensors.values()
+    )
     _check_names(tensors)
     quantized = [tensor for tensor in tensors if tensor.action == "quantize"]
     if not quantized:
@@ -206,8 +209,8 @@ def _set_aside_more_than_linear(source: Source, candidates: dict[str, str | None
         parts.setdefault(module, []).append(part)
     for name, why in candidates.items():
         plain = {"weight", names.BIAS}
-        if source.tensors[name].dtype == "F8_E4M3":
-            plain |= {f"weight{SCALE_SUFFIX}", *_ACTIVATION_SCALES}
+        if source.tensors[name].dtype in FP8:
+            plain |= {f"weight{SCALE_SUFFIX}", *ACTIVATION_SCALES}
         more = [part for part in parts[module_of(name)] if part not in plain]
         if why is None and more:
             candidates[name] = f"more than a Linear: it has {', '.join(more[:3])}"
@@ -224,70 +227,28 @@ def _check_names(tensors: tuple[PlannedTensor, ...]) -> None:
             )
 
 
-def _fp8_block(source: Source) -> tuple[int, int] | None:
-    """Block size of an FP8 source; UnsupportedError for any other quantised source."""
-    config = source.config
-    text = config.get("text_config")
-    entry = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
-    fp8 = [info.name for info in source.tensors.values() if info.dtype.startswith("F8_E4M3")]
-    if entry is None:
-        if fp8:
-            raise CheckpointError(
-                f"expected a quantization_config that explains the FP8 tensor {fp8[0]}, got none; use the original config.json"
-            )
-        packed = [
-            name
-            for name in source.tensors
-            if name.endswith((".qweight", ".weight_packed", ".quant_state.bitsandbytes__nf4"))
-        ]
-        if packed:
-            raise UnsupportedError(
-                f"expected float weights, got packed ones such as {packed[0]}; start from the unquantised model"
-            )
-        return None
-    method = entry.get("quant_method") if isinstance(entry, dict) else None
-    if method == "w3pack":
-        raise UnsupportedError(
-            f"expected an unquantised checkpoint, got {source.location}, which w3pack has packed already"
-        )
-    if method != "fp8":
-        raise UnsupportedError(
-            f"expected a bf16, fp16, fp32, block-scaled FP8 or GGUF source, got quant_method {method!r}; "
-            "start from the unquantised model"
-        )
-    block = entry.get("weight_block_size")
-    if not (isinstance(block, list) and len(block) == 2 and all(type(side) is int and side > 0 for side in block)):
-        raise UnsupportedError(
-            f"expected an FP8 checkpoint with weight_block_size, got {block!r}; per-tensor FP8 scales are not supported, "
-            "start from the unquantised model"
-        )
-    return block[0], block[1]
-
-
 def _planned(
     source: Source,
     info: TensorInfo,
+    *,
     candidates: Mapping[str, str | None],
     options: QuantizeOptions,
     block: tuple[int, int] | None,
     tied_head: tuple[str, ...],
 ) -> PlannedTensor:
     why = candidates[info.name]
-    fp8 = block is not None and info.dtype == "F8_E4M3"
+    module = module_of(info.name)
+    fp8 = block is not None and info.dtype in FP8
     scales = info.name + SCALE_SUFFIX if fp8 else None
     if scales is not None and scales not in source.tensors:
         raise CheckpointError(
             f"expected {scales} beside the FP8 weight {info.name}, got none; download the checkpoint completely"
         )
     if scales is not None and block is not None:
-        _check_grid(info, source.tensors[scales], block)
-    owner = source.tensors.get(info.name.removesuffix(SCALE_SUFFIX)) if block is not None else None
-    if owner is not None and owner.name != info.name and owner.dtype == "F8_E4M3":
-        return PlannedTensor(source=info, action="drop", reason="multiplied into its FP8 weight", outputs=())
-    module, _, part = info.name.rpartition(".")
-    weight = source.tensors.get(names.tensor(module, "weight"))
-    if block is not None and part in _ACTIVATION_SCALES and weight is not None and weight.dtype == "F8_E4M3":
-        return PlannedTensor(source=info, action="drop", reason="scale of FP8 activations", outputs=())
+        check_grid(info, source.tensors[scales], block=block)
+    consumed = consumed_by_weight(source, info) if block is not None else None
+    if consumed is not None:
+        return PlannedTensor(source=info, action="drop", reason=consumed, outputs=())
     if info.name in tied_head:
         return PlannedTensor(source=info, action="drop", reason="the same bytes as the tied embedding", outputs=())
     if why is not None:
@@ -325,17 +286,6 @@ def _planned(
     return PlannedTensor(
         source=info, action="quantize", reason="Linear of the decoder", outputs=outputs, spec=spec, scales=scales
     )
-
-
-def _check_grid(weight: TensorInfo, scales: TensorInfo, block: tuple[int, int]) -> None:
-    if len(weight.shape) < 2:
-        raise CheckpointError(f"expected the FP8 tensor {weight.name} to be a matrix, got shape {weight.shape}")
-    grid = (*weight.shape[:-2], -(-weight.shape[-2] // block[0]), -(-weight.shape[-1] // block[1]))
-    if scales.shape != grid:
-        raise CheckpointError(
-            f"expected {scales.name} of shape {grid} for blocks of {block}, got {scales.shape}; "
-            "the checkpoint contradicts its weight_block_size"
-        )
 
 
 def _info(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:

@@ -18,7 +18,8 @@ from w3pack.errors import UsageError
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.\d+\.")
 _OTHER_TOWERS = ("vision", "visual", "audio", "image", "speech", "encoder", "projector")
 _ROUTERS = ("gate", "router", "shared_expert_gate", "gate_inp")
-FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3")
+FP8 = ("F8_E4M3", "F8_E5M2")
+FLOATS = ("F64", "F32", "F16", "BF16", *FP8)
 
 
 def module_of(tensor: str) -> str:
@@ -90,9 +91,9 @@ class Selector:
             found = entry in known if pattern is None else any(pattern.fullmatch(module) for module in known)
             if not found:
                 near = difflib.get_close_matches(entry.removeprefix("re:"), list(modules), n=3, cutoff=0.5)
-                hint = (
-                    f"; near names: {', '.join(near)}" if near else f"; names look like {next(iter(modules), 'none')}"
-                )
+                example = max(modules, key=lambda module: module.count("."), default="none")
+                like = f"names look like {example}, and re:.*{example.rpartition('.')[2]} means all of that kind"
+                hint = f"; near names: {', '.join(near)}" if near else f"; {like}"
                 raise UsageError(f"expected {option} {entry!r} to name a Linear of this checkpoint, got no match{hint}")
 
 

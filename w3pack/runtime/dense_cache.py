@@ -9,6 +9,7 @@ first matrix asked, and never more than leaves 1 GiB free; `set_budget` override
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 _GIB = 1 << 30
 #: Reentrant: the garbage collector may free a matrix, and so call `release`, while this thread is inside `admit`.
@@ -18,15 +19,28 @@ _used = 0
 
 
 def available_bytes() -> int:
-    """Memory that can be taken without swapping, in bytes; 0 where the system does not say."""
+    """Memory that can be taken without swapping and within the container's limit, in bytes; 0 where nothing says."""
+    found = [value for value in (_machine_bytes(), _container_bytes(Path("/sys/fs/cgroup"))) if value is not None]
+    return min(found, default=0)
+
+
+def _machine_bytes() -> int | None:
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return 1024 * int(line.split()[1])
+            return next((1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:")), None)
     except OSError:
-        pass
-    return 0
+        return None
+
+
+def _container_bytes(cgroup: Path) -> int | None:
+    """What a cgroup (version 2) still allows; page cache counts as free. None without a limit."""
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        used = int((cgroup / "memory.current").read_text())
+        statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    return None if limit == "max" else max(0, int(limit) - used + int(statistics.get("inactive_file", 0)))
 
 
 def set_budget(nbytes: int | None) -> None:
