@@ -173,6 +173,6 @@ def test_e5m2_weights_are_fp8_too(tmp_path: Path) -> None:
     job = prepare_job(SafetensorsSource(folder), QuantizeOptions())
     assert [tensor.action for tensor in job.plan.tensors if tensor.source.name == name] == ["quantize"]
     assert job.plan.coverage == 1.0
-    found = read_float(job.source, job.plan.quantized[0], job.plan.block)
+    found = read_float(job.source, job.plan.quantized[0], block=job.plan.block)
     assert torch.equal(found[:, :128], weight[:, :128].float() * 0.5)
     assert torch.equal(found[:, 128:], weight[:, 128:].float() * 3.0)

@@ -49,7 +49,8 @@ def pick_device(choice: str) -> str:
 
     if choice == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if choice == "cpu" or (re.fullmatch(r"cuda(:\d+)?", choice) and torch.cuda.is_available()):
+    match = re.fullmatch(r"cuda(?::(\d{1,3}))?", choice)
+    if choice == "cpu" or (match and int(match[1] or 0) < torch.cuda.device_count()):
         return choice
     raise UsageError(
         f"expected --device auto, cpu or cuda (with a GPU that torch sees), got {choice!r}; pass --device cpu"

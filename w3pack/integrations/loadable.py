@@ -65,7 +65,9 @@ def loadable_for(source: Source) -> Loadable:
         refused: dict[str, str] = {}
         for module in modules:
             rows, columns = source.tensors[names.tensor(module, "weight")].shape
-            why = why_not_loadable(model, module, rows, columns, resolve=resolve, describe=describe_experts)
+            why = why_not_loadable(
+                model, module, rows=rows, columns=columns, resolve=resolve, describe=describe_experts
+            )
             if why is not None:
                 refused[module] = why
         return refused

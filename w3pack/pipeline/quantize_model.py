@@ -60,6 +60,8 @@ class Job:
 
 def prepare_job(source: Source, options: QuantizeOptions, *, loadable: Loadable | None = None) -> Job:
     """Settle the options and plan; reads headers only (and a tied head, to compare it with the embedding)."""
+    if options.min_coverage is not None and not 0 <= options.min_coverage <= 1:
+        raise UsageError(f"expected a coverage between 0 and 1, got {options.min_coverage}; pass a share such as 0.9")
     qmaps = read_qmaps(options.qmap)
     fixed = qmaps.default is not None or bool(qmaps.by_module)
     options = replace(
@@ -130,9 +132,9 @@ def _write_shards(job: Job, staging: Staging, *, workers: int | None, device: st
         with staging.open_shard(file, _announced(job.plan, file)) as writer:
             if file == next(iter(job.plan.shards)):
                 text = torch.frombuffer(bytearray(names.GUARD_TEXT), dtype=torch.uint8)
-                _write(writer, job.plan.guard.name, text, record)
+                _write(writer, record, name=job.plan.guard.name, data=text)
             for tensor in tensors:
-                _process(job, tensor, writer, record, workers=workers, device=device)
+                _process(job, tensor, writer=writer, record=record, workers=workers, device=device)
                 if tensor.spec is not None:
                     done += tensor.spec.weights
                     if progress is not None:
@@ -171,11 +173,17 @@ def _announced(plan: Plan, file: str) -> Iterator[TensorInfo]:
 
 
 def _process(
-    job: Job, tensor: PlannedTensor, writer: ShardWriter, record: dict[str, Any], *, workers: int | None, device: str
+    job: Job,
+    tensor: PlannedTensor,
+    *,
+    writer: ShardWriter,
+    record: dict[str, Any],
+    workers: int | None,
+    device: str,
 ) -> None:
     name = tensor.source.name
     if tensor.action == "quantize" and tensor.spec is not None:
-        weight = read_float(job.source, tensor, job.plan.block)
+        weight = read_float(job.source, tensor, block=job.plan.block)
         result = quantize_weight(
             weight.to(device),
             tensor.spec,
@@ -190,22 +198,23 @@ def _process(
             names.QMAP: pad_qmap(result.qmap, tensor.spec),
         }
         del result
-        error = measure_error(weight, packed, tensor.spec)
+        error = measure_error(weight, packed, spec=tensor.spec)
         del weight
         for part, data in packed.items():
-            _write(writer, names.tensor(tensor.module, part), data, record)
+            _write(writer, record, name=names.tensor(tensor.module, part), data=data)
         record["modules"][tensor.module] = {
             "error": {"squared_error": error.squared_error, "squared_weight": error.squared_weight},
         }
     elif tensor.action == "dequantize":
-        _write(writer, name, read_float(job.source, tensor, job.plan.block).to(DTYPES[tensor.outputs[0].dtype]), record)
+        data = read_float(job.source, tensor, block=job.plan.block).to(DTYPES[tensor.outputs[0].dtype])
+        _write(writer, record, name=name, data=data)
     else:
         data = job.source.read(name)
         check_finite(data, name)
-        _write(writer, name, data, record)
+        _write(writer, record, name=name, data=data)
 
 
-def _write(writer: ShardWriter, name: str, data: torch.Tensor, record: dict[str, Any]) -> None:
+def _write(writer: ShardWriter, record: dict[str, Any], *, name: str, data: torch.Tensor) -> None:
     writer.write(name, data)
     record["tensors"][name] = {
         "dtype": str(data.dtype).removeprefix("torch."),
@@ -214,7 +223,7 @@ def _write(writer: ShardWriter, name: str, data: torch.Tensor, record: dict[str,
     }
 
 
-def read_float(source: Source, tensor: PlannedTensor, block: tuple[int, int] | None) -> torch.Tensor:
+def read_float(source: Source, tensor: PlannedTensor, *, block: tuple[int, int] | None) -> torch.Tensor:
     """A source weight as float32 on the CPU; FP8 blocks multiplied by their scales.
 
     Raises:
@@ -273,7 +282,7 @@ def quantize_weight(
     return replace(result, codes=result.codes.cpu(), qmap=result.qmap.cpu(), scales=result.scales.cpu())
 
 
-def measure_error(weight: torch.Tensor, packed: Mapping[str, torch.Tensor], spec: LinearSpec) -> ModuleError:
+def measure_error(weight: torch.Tensor, packed: Mapping[str, torch.Tensor], *, spec: LinearSpec) -> ModuleError:
     """Squared sums of error and weight, of the packed tensors as they are stored.
 
     Sums run over one row at a time in float64 and then over the list of rows, so that not even the last bit depends on

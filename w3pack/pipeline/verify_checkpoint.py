@@ -150,7 +150,7 @@ def _check_errors(packed: PackedCheckpoint, source: Source, progress: Callable[[
                 "this is not the model that was quantised"
             )
         stored = {part: packed.read(tensor.module, part) for part in names.PACKED}
-        errors[tensor.module] = measure_error(read_float(source, tensor, plan.block), stored, spec).relative
+        errors[tensor.module] = measure_error(read_float(source, tensor, block=plan.block), stored, spec=spec).relative
         recorded = packed.relative_error(tensor.module)
         if recorded is not None and abs(errors[tensor.module] - recorded) > _ERROR_TOLERANCE * max(recorded, 1e-3):
             raise VerificationError(

@@ -43,7 +43,7 @@ DescribeExperts = Callable[[nn.Module], ExpertStack | None]
 
 
 def why_not_loadable(
-    model: nn.Module, module: str, rows: int, columns: int, *, resolve: Resolve, describe: DescribeExperts
+    model: nn.Module, module: str, *, rows: int, columns: int, resolve: Resolve, describe: DescribeExperts
 ) -> str | None:
     """None when `module` of the checkpoint, of `rows` x `columns`, can be replaced in `model`; otherwise the reason."""
     expert = names.expert_of(module)
@@ -51,7 +51,7 @@ def why_not_loadable(
         stack = _find(model, resolve(expert[0]))
         described = None if stack is None else describe(stack)
         if described is not None:
-            return _why_not_expert(described, expert[1], expert[2], (rows, columns))
+            return _why_not_expert(described, number=expert[1], projection=expert[2], shape=(rows, columns))
         if stack is not None and not isinstance(stack, nn.ModuleList):
             return f"the model class holds {type(stack).__name__}, experts that w3pack cannot run"
     found = _find(model, resolve(module))
@@ -64,7 +64,7 @@ def why_not_loadable(
     return None
 
 
-def _why_not_expert(stack: ExpertStack, number: int, projection: str, shape: tuple[int, int]) -> str | None:
+def _why_not_expert(stack: ExpertStack, *, number: int, projection: str, shape: tuple[int, int]) -> str | None:
     wanted = {name: size for triple in PROJECTIONS for name, size in stack.shapes(triple).items()}.get(projection)
     if number >= stack.experts:
         return f"the model class has {stack.experts} experts there"
@@ -111,7 +111,7 @@ def replace_modules(
             stacks.setdefault(path, {}).setdefault(expert[1], {})[expert[2]] = spec
             placed[name] = f"{path}.{expert[1]}.{expert[2]}"
             continue
-        why = why_not_loadable(model, name, spec.rows, spec.columns, resolve=resolve, describe=describe)
+        why = why_not_loadable(model, name, rows=spec.rows, columns=spec.columns, resolve=resolve, describe=describe)
         if why is not None:
             raise UnsupportedError(
                 f"expected to place the packed {name} in {type(model).__name__}, but {why}; "
