@@ -75,7 +75,7 @@ def test_the_operators_create_no_cuda_context(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["ops", "pack", "quantize", "reference", "checkpoint", "runtime", "jit", "pipeline"])
+@pytest.mark.parametrize("name", ["ops", "pack", "quantize", "reference", "checkpoint", "runtime", "pipeline"])
 def test_rooms_import_without_transformers(name: str) -> None:
     """Every file of a room names neither transformers nor typer at its top level."""
     files = sorted((ROOT / "w3pack" / name).rglob("*.py"))
