@@ -183,3 +183,13 @@ def test_two_processes_do_not_share_an_output(tmp_path: Path) -> None:
         assert first.folder.is_dir()
     first.abandon()
     Staging(tmp_path / "out", fingerprint="f", overwrite=False, resume=False).abandon()
+
+
+def test_a_disk_full_from_the_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("w3pack.checkpoint.staging.write_json", full)
+    with pytest.raises(ResourceError, match="free space"):
+        claim(tmp_path / "out")
+    assert entries(tmp_path) == []

@@ -387,6 +387,7 @@ def test_resume_without_unfinished_work(nothing_written: Cli, source: Path) -> N
         ("--skip", "re:nothing.*"),
         ("--only", "lm_head"),
         ("stray",),
+        ("--only", UP, "--skip", UP),
     ],
 )
 def test_bad_option(nothing_written: Cli, source: Path, arguments: tuple[str, ...]) -> None:

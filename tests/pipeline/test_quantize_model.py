@@ -382,3 +382,9 @@ def test_memory_of_a_large_checkpoint(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in (tmp_path / "source").iterdir()) >= 8_000_000_000
     peak = peak_of_a_run(tmp_path / "source", tmp_path / "out", workers=2)
     assert peak < (1 << 30) + 6 * largest, f"{peak >> 20} MiB"
+
+
+def test_code_of_its_own_is_never_run_and_said_so(lab: Any) -> None:
+    source = lab.source(lab.layers(), config={"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}})
+    job = prepare_job(source, QuantizeOptions())
+    assert any("auto_map" in note for note in job.plan.notes)

@@ -62,6 +62,7 @@ class Staging:
         self._fingerprint = fingerprint
         self._lock: weakref.finalize[[int], Staging] | None = None
         self.records: dict[str, Any] = {}
+        self._created = False
         try:
             if self._previous.exists() and not output.exists():  # stopped between the two renames of `publish`
                 self._previous.rename(output)
@@ -69,6 +70,8 @@ class Staging:
             self._claim(overwrite=overwrite, resume=resume)
         except BaseException as error:
             self.let_go()
+            if self._created and not self.records:  # a disk that filled with the first journal leaves nothing behind
+                shutil.rmtree(self.folder, ignore_errors=True)
             if isinstance(error, OSError):
                 raise disk_error(error, self.output) from error
             raise
@@ -91,6 +94,7 @@ class Staging:
             raise UsageError(
                 f"expected unfinished work for {self.output} to resume, got none; run again without --resume"
             )
+        self._created = not self.folder.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._lock is None:
             self._lock_folder()

@@ -253,5 +253,5 @@ class ShardWriter:
 def disk_error(error: OSError, path: Path) -> ResourceError:
     """The sentence for a failed write."""
     return ResourceError(
-        f"expected to write {path}, got: {error.strerror or error}; free space or choose another place with -o, then run again"
+        f"expected to write {path}, got: {error.strerror or error}; free space or choose another place with -o, then run again (with --resume where a file was finished)"
     )

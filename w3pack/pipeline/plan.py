@@ -145,6 +145,8 @@ def make_plan(source: Source, options: QuantizeOptions, *, loadable: Loadable | 
         elif why is None and only.entries and not only.matches(module_of(name)):
             candidates[name] = "not in --only"
     chosen = [module_of(name) for name, why in candidates.items() if why is None]
+    if modules and not chosen:
+        raise UsageError("expected --skip and --only to leave a Linear to quantise, got none; name fewer or others")
     if loadable is not None and chosen:
         refused = loadable(chosen)
         candidates.update({names.tensor(module, "weight"): why for module, why in refused.items()})
@@ -167,10 +169,19 @@ def make_plan(source: Source, options: QuantizeOptions, *, loadable: Loadable | 
         guard=guard,
         block=block,
         coverage=_coverage(tensors),
-        notes=source.notes,
+        notes=(*source.notes, *_notes(source)),
     )
     _check_coverage(plan, options)
     return plan
+
+
+def _notes(source: Source) -> tuple[str, ...]:
+    if not source.config.get("auto_map"):
+        return ()
+    return (
+        "config.json names model code of its own (auto_map), which w3pack never runs: the result is for transformers' own "
+        f"class of model_type {source.config.get('model_type')!r}",
+    )
 
 
 def _tied_head(source: Source) -> tuple[str, ...]:
