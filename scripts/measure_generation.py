@@ -1,6 +1,6 @@
 """Seconds for each generated token on this CPU: the packed model beside the same source in bfloat16, in one run.
 
-    python scripts/measure_generation.py --source GGUF_OR_FOLDER --packed FOLDER --json docs/results/generation_cpu.json
+    python scripts/measure_generation.py [--source GGUF_OR_FOLDER] [--packed FOLDER] [--json OUT.json]
 
 The source is loaded by stock transformers in bfloat16; each model continues the same prompt greedily, turn about, and the
 median time of a token after the first is reported, with unpacked matrices kept (the default) and with none kept.
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import transformers
+from fetch import fetch_model
 from transformers import AutoModelForCausalLM
 
 import w3pack
@@ -51,11 +52,14 @@ def token_seconds(model: Any, ids: torch.Tensor, new_tokens: int) -> list[float]
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", type=Path, required=True)
-    parser.add_argument("--packed", type=Path, required=True)
+    parser.add_argument("--source", type=Path, help="default: SmolLM2-135M, fetched")
+    parser.add_argument(
+        "--packed", type=Path, default=Path("w3pack-out/smollm2-135m-w3"), help="default: the quickstart's"
+    )
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--json", type=Path, default=Path("docs/results/generation_cpu.json"))
     arguments = parser.parse_args()
+    arguments.source = arguments.source or fetch_model("smollm2-135m")
     ids = torch.arange(100, 132).view(1, -1)
     stock, packed = (
         load_source(arguments.source),

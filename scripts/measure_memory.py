@@ -1,6 +1,6 @@
 """Peak memory of `w3pack quantize` on a synthetic sharded checkpoint, by /usr/bin/time -v.
 
-    python scripts/measure_memory.py --folder SCRATCH --layers 9 --json docs/results/memory.json
+    python scripts/measure_memory.py [--layers 9] [--folder SCRATCH] [--json OUT.json]
 
 Writes a Llama-shaped float32 checkpoint of random weights (hidden 4096, intermediate 14336; 0.87 GB for each layer, 1 GB of
 embeddings) shard by shard, quantises it in a child process and records its maximum resident set size and its time.
@@ -75,9 +75,9 @@ def write_checkpoint(folder: Path, layers: int) -> int:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, default=Path("w3pack-out/memory"))
     parser.add_argument("--layers", type=int, default=9)
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--json", type=Path, default=Path("docs/results/memory.json"))
     arguments = parser.parse_args()
     source, output = arguments.folder / "synthetic", arguments.folder / "synthetic-w3"
     shutil.rmtree(source, ignore_errors=True)

@@ -1,6 +1,6 @@
 """Weights each second of the whole `w3pack quantize` command on this CPU, files in and files out.
 
-python scripts/measure_speed.py --source GGUF_OR_FOLDER --json docs/results/quantise_cpu.json
+python scripts/measure_speed.py [--source GGUF_OR_FOLDER] [--json OUT.json]
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from fetch import fetch_model
 
 import w3pack
 
@@ -22,10 +23,11 @@ import w3pack
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", type=Path, required=True)
+    parser.add_argument("--source", type=Path, help="default: SmolLM2-135M, fetched")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--json", type=Path, default=Path("docs/results/quantise_cpu.json"))
     arguments = parser.parse_args()
+    arguments.source = arguments.source or fetch_model("smollm2-135m")
     reports = []
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(arguments.runs):
