@@ -75,7 +75,9 @@ def test_the_operators_create_no_cuda_context(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["ops", "pack", "quantize", "reference", "checkpoint", "runtime", "pipeline"])
+@pytest.mark.parametrize(
+    "name", ["jit", "ops", "pack", "quantize", "reference", "checkpoint", "runtime", "pipeline", "bench"]
+)
 def test_rooms_import_without_transformers(name: str) -> None:
     """Every file of a room names neither transformers nor typer at its top level."""
     files = sorted((ROOT / "w3pack" / name).rglob("*.py"))

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from w3pack import __version__
-from w3pack.cli import autoload, generate, inspect, quantize, verify
+from w3pack.cli import autoload, bench, doctor, generate, inspect, quantize, tune, verify
 from w3pack.errors import W3PackError
 
 EXIT_UNEXPECTED = 1
@@ -26,7 +26,7 @@ _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     name="w3pack",
-    help="3-bit lookup-table checkpoints: quantise, look inside, verify, generate.",
+    help="3-bit lookup-table checkpoints: quantise, look inside, verify, generate, measure.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -59,7 +59,7 @@ class _InterruptedRun(W3PackError):
         return "interrupted, and nothing half-written was left as output; if a file was finished, the same command with --resume goes on from there"
 
 
-for _command in (quantize, inspect, verify, generate, autoload):
+for _command in (quantize, inspect, verify, generate, bench, tune, doctor, autoload):
     app.command(_command.__name__.rpartition(".")[2])(_guarded(_command.command))
 
 

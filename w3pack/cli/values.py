@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import sys
 from enum import StrEnum
 
 from w3pack.errors import UsageError
@@ -22,6 +24,21 @@ class QmapDtype(StrEnum):
 
     int8 = "int8"
     float16 = "float16"
+
+
+class XDtype(StrEnum):
+    """Values of --dtype."""
+
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+class MapKind(StrEnum):
+    """Values of --map."""
+
+    linear = "linear"
+    tile = "tile"
+    row = "row"
 
 
 class QmapPer(StrEnum):
@@ -55,3 +72,8 @@ def pick_device(choice: str) -> str:
     raise UsageError(
         f"expected --device auto, cpu or cuda (with a GPU that torch sees), got {choice!r}; pass --device cpu"
     )
+
+
+def command_line() -> str:
+    """What was typed, for the provenance of a result."""
+    return shlex.join(["w3pack", *sys.argv[1:]])

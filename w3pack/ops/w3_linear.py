@@ -1,7 +1,8 @@
 """`torch.ops.w3pack.w3_linear`: x W^T + bias with W in W3 form.
 
-One schema for every device. The implementation for all devices is, for now, the reference: unpack once for the call, then
-torch's own matmul. Differentiable in x (adapters and prompts can be trained on top of frozen codes), not in the weights.
+One schema for every device. On CUDA with x in float16 or bfloat16 the kernels compute it (w3_cuda.py); everywhere else the
+reference does: unpack once for the call, then torch's own matmul. Differentiable in x (adapters and prompts can be trained on
+top of frozen codes), not in the weights.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from w3pack.errors import UnsupportedError
 from w3pack.format.layout import VECTORS, Layout
 from w3pack.format.linear import LinearSpec
+from w3pack.ops import w3_cuda
 from w3pack.reference import w3
 
 _SCHEMA = (
@@ -24,6 +26,7 @@ _BACKWARD_SCHEMA = (
     "int rows, int columns, int group_size) -> Tensor"
 )
 _library = torch.library.Library("w3pack", "FRAGMENT")
+_FORMS: dict[tuple[object, ...], w3_cuda.Form] = {}
 for _schema in (_SCHEMA, _BACKWARD_SCHEMA):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -98,6 +101,55 @@ def _run(
     return w3.linear(x, codes, scales, qmap, bias, spec=spec)
 
 
+def form_of(
+    x_dtype: torch.dtype,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    qmap: torch.Tensor,
+    *,
+    rows: int,
+    columns: int,
+    group_size: int,
+) -> w3_cuda.Form:
+    """What all calls with these shapes and dtypes share on a CUDA device: made, and the shapes checked, the first time.
+
+    Args:
+        x_dtype: float16 or bfloat16.
+        codes, scales, qmap: on one CUDA device.
+
+    Raises:
+        UnsupportedError: shapes or dtypes that do not belong together.
+    """
+    # one tuple of small things: this is looked up in every call
+    key = (rows, columns, group_size, x_dtype, codes.get_device(), codes.shape, scales.shape, qmap.shape)
+    key_dtypes = (codes.dtype, scales.dtype, qmap.dtype)
+    form = _FORMS.get((key, key_dtypes))
+    if form is None:
+        spec = describe(codes, scales, qmap, rows=rows, columns=columns, group_size=group_size)
+        form = w3_cuda.Form(spec, w3_cuda.X_DTYPES[x_dtype], codes.get_device())
+        form = _FORMS.setdefault((key, key_dtypes), form)
+    return form
+
+
+def _run_cuda(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    qmap: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: int,
+    columns: int,
+    group_size: int,
+) -> torch.Tensor:
+    w3_cuda.check_devices(x, codes, scales, qmap, bias)
+    if x.dtype not in w3_cuda.X_DTYPES:
+        return _run(x, codes, scales, qmap, bias, rows, columns, group_size)
+    check_input(x, columns)
+    _check_bias(bias, rows)
+    form = form_of(x.dtype, codes, scales, qmap, rows=rows, columns=columns, group_size=group_size)
+    return w3_cuda.linear(form, x, codes, scales, qmap, bias)
+
+
 def _fake(
     x: torch.Tensor,
     codes: torch.Tensor,
@@ -141,6 +193,22 @@ def _run_backward(
     return gradient @ w3.dequantize(codes, scales, qmap, spec=spec, dtype=gradient.dtype)
 
 
+def _run_backward_cuda(
+    gradient: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    qmap: torch.Tensor,
+    rows: int,
+    columns: int,
+    group_size: int,
+) -> torch.Tensor:
+    w3_cuda.check_devices(gradient, codes, scales, qmap)
+    if gradient.dtype not in w3_cuda.X_DTYPES:
+        return _run_backward(gradient, codes, scales, qmap, rows, columns, group_size)
+    form = form_of(gradient.dtype, codes, scales, qmap, rows=rows, columns=columns, group_size=group_size)
+    return gradient @ w3_cuda.dequantize(form, codes, scales, qmap)
+
+
 def _fake_backward(
     gradient: torch.Tensor,
     codes: torch.Tensor,
@@ -154,7 +222,9 @@ def _fake_backward(
 
 
 _library.impl("w3_linear", _run, "CompositeExplicitAutograd")
+_library.impl("w3_linear", _run_cuda, "CUDA")
 _library.impl("w3_linear_backward", _run_backward, "CompositeExplicitAutograd")
+_library.impl("w3_linear_backward", _run_backward_cuda, "CUDA")
 torch.library.register_fake("w3pack::w3_linear", _fake, lib=_library)
 torch.library.register_fake("w3pack::w3_linear_backward", _fake_backward, lib=_library)
 torch.library.register_autograd("w3pack::w3_linear", _backward, setup_context=_save_for_backward, lib=_library)

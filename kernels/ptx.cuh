@@ -1,0 +1,231 @@
+// One named wrapper for each PTX instruction that the kernels use, with the reason for it.
+// No includes: NVRTC builds this text with nothing but this folder on its path.
+#pragma once
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+typedef long long i64;
+
+#define W3_DEVICE __device__ __forceinline__
+
+struct alignas(16) Vec4 {
+  u32 x, y, z, w;
+};
+
+struct alignas(16) Float4 {
+  float x, y, z, w;
+};
+
+// Byte permute: each of the four low nibbles of `selector` picks one of the eight bytes of (low, high). This is the table
+// lookup: the table sits in two registers and a code word, masked, is the selector.
+W3_DEVICE u32 permute(u32 low, u32 high, u32 selector) {
+  u32 out;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(low), "r"(high), "r"(selector));
+  return out;
+}
+
+// (a & mask) | b in one instruction.
+template <u32 mask>
+W3_DEVICE u32 masked_or(u32 a, u32 b) {
+  u32 out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(out) : "r"(a), "n"(mask), "r"(b));
+  return out;
+}
+
+// D = A B + D on int8 tensor cores, 16 rows x 8 columns, k = 32.
+W3_DEVICE void mma_s8(u32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// D = A B + D on float16 tensor cores with float32 accumulators, 16 rows x 8 columns, k = 16.
+W3_DEVICE void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+W3_DEVICE float half_to_float(u32 bits) {
+  float out;
+  asm("{ .reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h; }" : "=f"(out) : "r"(bits));
+  return out;
+}
+
+// Two floats as two float16, round to nearest even: `low` in the low half.
+W3_DEVICE u32 floats_to_half2(float low, float high) {
+  u32 out;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+}
+
+W3_DEVICE u32 floats_to_bfloat2(float low, float high) {
+  u32 out;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+}
+
+// The larger of each half; NaN wins.
+template <bool bf16>
+W3_DEVICE u32 larger_halves(u32 a, u32 b) {
+  u32 out;
+  if constexpr (bf16)
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  else
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
+
+W3_DEVICE float reciprocal_estimate(float value) {
+  float out;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(value));
+  return out;
+}
+
+W3_DEVICE u32 shared_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+W3_DEVICE Vec4 load_shared(u32 address) {
+  Vec4 v;
+  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+  return v;
+}
+
+W3_DEVICE Vec4 load_global(const void* pointer) {
+  Vec4 v;
+  asm volatile("ld.global.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(pointer) : "memory");
+  return v;
+}
+
+W3_DEVICE float2 load_shared_floats(u32 address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
+W3_DEVICE Float4 load_shared_float4(u32 address) {
+  Float4 v;
+  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
+  return v;
+}
+
+W3_DEVICE void store_shared_floats(u32 address, Float4 v) {
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+
+// Reads that other thread blocks may still be writing to: relaxed at device scope, so never answered from L1.
+W3_DEVICE Vec4 load_relaxed(const void* pointer) {
+  Vec4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(pointer)
+               : "memory");
+  return v;
+}
+
+W3_DEVICE void store_relaxed(void* pointer, Vec4 v) {
+  asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(pointer), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+// A barrier among `threads` threads (a multiple of 32) of the block, without the rest.
+W3_DEVICE void named_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- 16-byte asynchronous copies: sm_80 and later
+
+W3_DEVICE void copy_async16(u32 shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+
+W3_DEVICE void copy_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most `pending` of this thread's latest groups are in flight.
+template <int pending>
+W3_DEVICE void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+#if __CUDA_ARCH__ >= 900
+// ---- bulk copies, transaction barriers and dependent launches: sm_90 and later
+
+W3_DEVICE void barrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes barrier_init visible to the copy engine.
+W3_DEVICE void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+W3_DEVICE void barrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+W3_DEVICE void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+W3_DEVICE void barrier_wait(u32 barrier, u32 parity) {
+  u32 done;
+  do {
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  } while (!done);
+}
+
+// One instruction moves a whole contiguous block (a multiple of 16 bytes) and counts its bytes at `barrier`.
+W3_DEVICE void copy_bulk(u32 shared, const void* global, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+// Gives registers back, or takes them, for all warps of a warpgroup; sm_90a.
+template <int registers>
+W3_DEVICE void registers_down() {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
+#endif
+}
+
+template <int registers>
+W3_DEVICE void registers_up() {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
+#endif
+}
+
+// True in one lane of a converged warp. Unlike a test of the lane number, the compiler knows that only one thread passes, and
+// feeds the copy engine from uniform registers without a loop over lanes.
+W3_DEVICE bool elect_one() {
+  u32 elected;
+  asm volatile("{ .reg .pred p; elect.sync _|p, 0xFFFFFFFF; selp.u32 %0, 1, 0, p; }" : "=r"(elected));
+  return elected != 0;
+}
+
+// Ordinary writes to shared memory become visible to the asynchronous units (tensor cores, copy engine).
+W3_DEVICE void fence_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// The next kernel of the stream may be placed on multiprocessors as this one leaves them.
+W3_DEVICE void launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// Everything that earlier kernels of the stream wrote is visible after this; nothing of theirs may be touched before.
+W3_DEVICE void wait_for_predecessors() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+#else
+W3_DEVICE void launch_dependents() {}
+W3_DEVICE void wait_for_predecessors() {}
+#endif

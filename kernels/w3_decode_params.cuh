@@ -1,0 +1,80 @@
+// Compile-time shape of a w3_decode kernel and its parameters.
+#pragma once
+#include "w3_activations.cuh"
+#include "w3_words.cuh"
+
+constexpr bool kBf16 = W3_BF16;
+constexpr int kTokenTiles = W3_TOKEN_TILES;    // of 8 tokens, for each warp
+constexpr int kRowWarps = W3_ROW_WARPS;        // row tiles of a row block
+constexpr int kSplitWarps = W3_SPLIT_WARPS;    // warps that share a row tile's steps
+constexpr int kTokenWarps = W3_TOKEN_WARPS;    // warps that share a row tile's tokens
+constexpr int kSlots = W3_SLOTS;               // of weights in flight
+constexpr int kScaleSets = W3_SCALE_SETS;      // 1: groups are whole steps, 2: each tile has its own
+constexpr int kStagedX = W3_STAGED_X;          // where activations are staged and kept, one of the following, or the length of a ring
+constexpr int kOwn = 0, kFromGlobal = -1, kKept = -2;
+// kOwn: staged by this block, all that it needs is kept. kKept: staged by w3_stage.cu, copied here once and kept. n > 0: staged by
+// w3_stage.cu and streamed through a ring of n steps. kFromGlobal: staged by w3_stage.cu, read from global memory at each use.
+constexpr bool kBulk = W3_BULK;
+constexpr bool kWarpgroups = W3_WARPGROUPS;   // matrix instructions of whole warpgroups (sm_90a) instead of single warps
+constexpr int kDepth = W3_DEPTH;               // 16-row blocks whose products a warpgroup has in flight, 1 or 2
+constexpr bool kHalfStep = W3_HALF_STEP;       // the number of column tiles is odd: the last step is one tile
+
+constexpr int kWarps = kRowWarps * kSplitWarps * kTokenWarps;
+constexpr bool kFed = kBulk;                             // four more warps feed the others
+constexpr int kThreads = 32 * (kWarps + (kFed ? 4 : 0));
+// Registers: a launch gives every thread the same; the feeders hand theirs to the workers, out of what the launch allocated.
+constexpr int kLaunchRegisters = 65536 / W3_MIN_BLOCKS / kThreads / 8 * 8;
+constexpr int kFeederRegisters = kStagedX != kOwn ? 32 : 64;
+constexpr int kWorkerRegisters = (kLaunchRegisters * kThreads - 128 * kFeederRegisters) / (32 * kWarps) / 8 * 8;
+constexpr bool kTradeRegisters = kLaunchRegisters > kFeederRegisters && kWorkerRegisters > kLaunchRegisters && kWorkerRegisters < 256;
+constexpr bool kWorkersStage = kWarps < 16;              // with fewer registers staging would spill
+constexpr bool kKeepsX = kStagedX == kOwn || kStagedX == kKept;
+constexpr int kAllTokenTiles = kTokenTiles * kTokenWarps;
+constexpr int kQuads = 4 * kTokenTiles;                  // accumulators of a lane, in fours
+// A slot holds kSlotSteps neighbouring steps of every row tile of the row block: codes, then the scales of their groups. The split
+// warps form kSlotGroups groups; slot after slot goes to group after group.
+constexpr int kSlotSteps = W3_SLOT_STEPS;
+constexpr int kSlotGroups = kSplitWarps / kSlotSteps;
+constexpr int kSlotRows = kRowWarps * (kBulk ? 1 : kTokenWarps);
+constexpr int kSlotCodeBytes = kSlotSteps * 2 * kTileBytes;
+constexpr int kSlotRowBytes = kSlotCodeBytes + kSlotSteps * 128 * kScaleSets;
+constexpr int kSlotBytes = kSlotRows * kSlotRowBytes;
+constexpr int kSlotReaders = kWarps / kSlotGroups;
+constexpr int kStepXBytes = 2048 * kAllTokenTiles;       // staged activations of a step
+constexpr int kStepXScales = 8 * kAllTokenTiles;
+constexpr bool kScaledX = kInt8Map || kBf16;
+constexpr u32 kEmpty = 0xFFFFFFFFu;                      // a NaN that no arithmetic produces
+
+static_assert(!kWarpgroups || (kRowWarps % 4 == 0 && kTokenTiles <= 4), "the four warps of a warpgroup take four row tiles");
+static_assert(kBulk || kStagedX == kOwn || kStagedX == kFromGlobal, "the other ways need bulk copies");
+static_assert(kSplitWarps % kSlotSteps == 0 && kSlots >= kSlotGroups, "every group has a slot");
+static_assert(kBulk || kSlotGroups == 1, "before sm_90 a slot is a step of every worker");
+static_assert(kStagedX <= 0 || kSplitWarps == 1, "the activation ring needs all warps on the same step");
+
+struct alignas(16) Params {
+  const u16* x;
+  const char* codes;
+  const char* scales;
+  const void* qmap;
+  const u16* bias;     // or null
+  u16* y;
+  char* partials;      // [blocks, kRowWarps, kTokenWarps, kQuads, 32, 16 bytes], all kEmpty between launches
+  const char* staged;  // [steps, kStepXBytes], unless kStagedX is kOwn
+  const float* staged_scales;  // [steps, kStepXScales]
+  i64 x_stride;
+  int tokens, rows, columns;
+  int row_tiles, column_tiles, groups;
+  u32 group_reciprocal;  // (2^32 - 1) / tiles that share a scale
+  int map_tiles;       // row tiles that share a map; 0: one map for all
+  int steps;
+  u32 step_reciprocal;   // (2^32 - 1) / steps
+  int row_blocks, resident_steps;
+  int run_units, longer_runs;  // units of a thread block: run_units + 1 for the first longer_runs blocks
+  int x_aligned;
+  u32 token_reciprocal;  // (2^32 - 1) / tokens
+  int first_chunk, chunk_steps;  // kept activations are announced in chunks of steps; the first is longer
+  u32 chunk_reciprocal;          // (2^32 - 1) / chunk_steps
+  int chunks;
+};
+
+

@@ -1,0 +1,146 @@
+// What follows the last step of a row block: sums over warps, then over thread blocks, then bias, rounding, output.
+#pragma once
+#include "w3_multiply.cuh"
+#include "w3_partition.cuh"
+
+W3_DEVICE u32 not_empty(float value) {
+  const u32 bits = __float_as_uint(value);
+  return bits == kEmpty ? 0x7FFFFFFFu : bits;
+}
+
+// Adds the bias, rounds once and writes one quad of fragment elements: rows g and g + 8, tokens 2 t and 2 t + 1.
+W3_DEVICE void store_outputs(const Params& p, int row_tile, int token_warp, int quad, int lane, const float (&sum)[4]) {
+  const int first_row = row_tile * 64 + lane / 4 + 16 * (quad / kTokenTiles);
+  const int first_token = 8 * (token_warp * kTokenTiles + quad % kTokenTiles) + 2 * (lane % 4);
+  u16* const y = p.y + static_cast<i64>(first_token) * p.rows + first_row;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (first_row + 8 * half >= p.rows) continue;
+    float bias = 0;
+    if (p.bias) {
+      const u32 bits = p.bias[first_row + 8 * half];
+      bias = kBf16 ? __uint_as_float(bits << 16) : half_to_float(bits);
+    }
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float value = sum[2 * half + e] + bias;
+      if (first_token + e < p.tokens)
+        y[static_cast<i64>(e) * p.rows + 8 * half] = static_cast<u16>(kBf16 ? floats_to_bfloat2(value, 0) : floats_to_half2(value, 0));
+    }
+  }
+}
+
+// The last accumulator quad of this warp that holds tokens anybody asked for; quads are 4 blocks x kTokenTiles.
+W3_DEVICE int last_mine(const Params& p, int split_warp, int token_warp) {
+  int last = split_warp;
+#pragma unroll
+  for (int q = 0; q < kQuads; ++q)
+    if (q % kSplitWarps == split_warp && 8 * (token_warp * kTokenTiles + q % kTokenTiles) < p.tokens) last = q;
+  return last;
+}
+
+// Everything that follows the last step of a row block: sums over warps, then over thread blocks, then the output.
+W3_DEVICE void finish(const Params& p, const Walk& walk, int row_block, const Accumulators& acc, u32 exchange, int warp,
+                      int row_warp, int split_warp, int token_warp, int lane) {
+  constexpr int kMine = kSplitWarps == 1 ? kQuads : (kQuads + kSplitWarps - 1) / kSplitWarps;
+  float sum[kMine][4];
+  if constexpr (kSplitWarps == 1) {
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum[q][e] = acc.value[q / kTokenTiles][q % kTokenTiles][e];
+  } else {
+    // warp k of a row tile adds up accumulators k, k + kSplitWarps, ... of all its warps, in order of warp
+    const int id = 1 + row_warp * kTokenWarps + token_warp;
+    named_barrier(id, 32 * kSplitWarps);  // the last row block's sums have been read
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+      const float* v = acc.value[q / kTokenTiles][q % kTokenTiles];
+      store_shared_floats(exchange + ((warp * kQuads + q) * 32 + lane) * 16, {v[0], v[1], v[2], v[3]});
+    }
+    named_barrier(id, 32 * kSplitWarps);
+#pragma unroll
+    for (int m = 0; m < kMine; ++m) {
+      const int q = split_warp + m * kSplitWarps;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum[m][e] = 0;
+      if (q < kQuads)
+#pragma unroll
+        for (int k = 0; k < kSplitWarps; ++k) {
+          const int other = (token_warp * kSplitWarps + k) * kRowWarps + row_warp;
+          const Float4 v = load_shared_float4(exchange + ((other * kQuads + q) * 32 + lane) * 16);
+          sum[m][0] += v.x;
+          sum[m][1] += v.y;
+          sum[m][2] += v.z;
+          sum[m][3] += v.w;
+        }
+    }
+  }
+  const int row_tile = row_block * kRowWarps + row_warp;
+  if (row_tile >= p.row_tiles) return;
+  auto partial_of = [&](int block, int q) {
+    const int sums = (block * kRowWarps + row_warp) * kTokenWarps + token_warp;
+    return p.partials + (sums * kQuads * 512 + q * 512 + lane * 16);
+  };
+  // tokens of an accumulator that nobody asked for are not exchanged
+  auto wanted = [&](int q) { return q < kQuads && 8 * (token_warp * kTokenTiles + q % kTokenTiles) < p.tokens; };
+
+  const int watched_quad = last_mine(p, split_warp, token_warp);
+  if (!wanted(watched_quad)) return;
+
+  if (walk.end_of(row_block) < p.steps) {  // another block owns the end of these rows
+#pragma unroll
+    for (int m = 0; m < kMine; ++m) {
+      const int q = split_warp + m * kSplitWarps;
+      if (wanted(q))
+        store_relaxed(partial_of(blockIdx.x, q),
+                      {not_empty(sum[m][0]), not_empty(sum[m][1]), not_empty(sum[m][2]), not_empty(sum[m][3])});
+    }
+    return;
+  }
+  if (walk.begin_of(row_block) > 0) {
+    constexpr int kTogether = kMine <= 8 ? kMine : 4;  // loads in flight
+    for (int block = block_of_unit(row_block * p.steps, p); block < static_cast<int>(blockIdx.x); ++block) {
+      // One word is watched, the last that the writer stores: polling everything would take bandwidth from those still at work.
+      const char* const watched = partial_of(block, watched_quad) - lane * 16 + 31 * 16;
+      while (load_relaxed(watched).w == kEmpty) {
+      }
+#pragma unroll
+      for (int first = 0; first < kMine; first += kTogether) {
+        Vec4 got[kTogether];
+        bool all;
+        do {  // repeated until the writer is there
+          all = true;
+#pragma unroll
+          for (int m = 0; m < kTogether; ++m) {
+            const int q = split_warp + (first + m) * kSplitWarps;
+            if (wanted(q)) got[m] = load_relaxed(partial_of(block, q));
+          }
+#pragma unroll
+          for (int m = 0; m < kTogether; ++m) {
+            const int q = split_warp + (first + m) * kSplitWarps;
+            if (wanted(q)) all = all && got[m].x != kEmpty && got[m].y != kEmpty && got[m].z != kEmpty && got[m].w != kEmpty;
+          }
+        } while (!all);
+#pragma unroll
+        for (int m = 0; m < kTogether; ++m) {
+          const int q = split_warp + (first + m) * kSplitWarps;
+          if (wanted(q)) {
+            float* const to = sum[first + m];
+            to[0] += __uint_as_float(got[m].x);
+            to[1] += __uint_as_float(got[m].y);
+            to[2] += __uint_as_float(got[m].z);
+            to[3] += __uint_as_float(got[m].w);
+            store_relaxed(partial_of(block, q), {kEmpty, kEmpty, kEmpty, kEmpty});
+          }
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < kMine; ++m) {
+    const int q = split_warp + m * kSplitWarps;
+    if (wanted(q)) store_outputs(p, row_tile, token_warp, q, lane, sum[m]);
+  }
+}
+

@@ -1,0 +1,125 @@
+"""The GPU part of docs/results.md and README.md, from w3_h200.json (`w3pack bench --json`) and published_h200.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Document = dict[str, Any]
+Table = Callable[[list[str], list[list[str]]], str]
+Form = tuple[str, str, str, str]
+
+MOST_PUBLISHED_FOR_EIGHT = 16
+
+
+def form_of(entry: Document) -> Form:
+    """What entries of one table have in common."""
+    return entry["layout"], entry["qmap_dtype"], entry["x_dtype"], entry["map_kind"]
+
+
+def name_of(form: Form) -> str:
+    """A form in words."""
+    layout, qmap_dtype, x_dtype, map_kind = form
+    maps = {"linear": "one map", "tile": "a map for each row tile", "row": "a map for each row"}[map_kind]
+    return f"{layout} layout, {qmap_dtype} map, {x_dtype} activations, {maps}"
+
+
+def forms(document: Document) -> dict[Form, list[Document]]:
+    """Entries by form, both in the order of the file."""
+    found: dict[Form, list[Document]] = {}
+    for entry in document["entries"]:
+        found.setdefault(form_of(entry), []).append(entry)
+    return found
+
+
+def published_row(published: Document | None, entry: Document) -> Document:
+    """The published figures for the same shape and, up to 16 tokens, for 8 tokens; empty where there are none."""
+    tokens = 8 if entry["tokens"] <= MOST_PUBLISHED_FOR_EIGHT else entry["tokens"]
+    wanted = {"rows": entry["rows"], "columns": entry["columns"], "tokens": tokens}
+    rows = published["rows"] if published else []
+    return next((row for row in rows if wanted.items() <= row.items()), {})
+
+
+def section(document: Document, published: Document | None, table: Table) -> str:
+    """Every table of the page."""
+    source = document["provenance"]
+    clocks = source["clocks"]
+    kernels = published["kernels"] if published else {}
+    parts = [
+        f"## Packed Linears on a GPU ({source['device']})\n",
+        f"Microseconds for each call in a replayed CUDA graph, cold weights, median; torch and the reading ceiling (the same "
+        f"bytes, read and nothing else: {document['ceiling_kind']}) in the same run; an empty kernel takes "
+        f"{document['empty_kernel_microseconds']:.2f} us. Errors are relative (Frobenius) to float64, output rounding "
+        f"included. Driver {source['driver']}, torch {source['torch']}, CUDA {source['cuda']}, NVRTC {source['nvrtc']}, "
+        f"{clocks['sm_mhz']} of {clocks['sm_max_mhz']} MHz, commit {source['commit'] or 'not recorded'}"
+        f"{' with changes' if source['dirty'] else ''}.\n",
+    ]
+    if published:
+        parts.append(f"Columns in brackets: {published['note']}\n")
+    columns = ["rows x columns", "tokens", "µs", "of ceiling", "torch µs", "x torch", "error", "torch's error"]
+    for form, entries in forms(document).items():
+        rows = []
+        for entry in entries:
+            other = published_row(published, entry)
+            rows.append(
+                [
+                    f"{entry['rows']} x {entry['columns']}",
+                    str(entry["tokens"]),
+                    f"{entry['microseconds']:.1f}",
+                    f"{100 * entry['share_of_ceiling']:.0f} %",
+                    f"{entry['torch_microseconds']:.1f}",
+                    f"{entry['speed_against_torch']:.2f}",
+                    f"{entry['relative_error']:.1e}",
+                    f"{entry['torch_relative_error']:.1e}",
+                    *(f"{other[name]:g}" if name in other else "-" for name in kernels),
+                ]
+            )
+        parts.append(f"### {name_of(form)}\n")
+        parts.append(table(columns + [f"({name})" for name in kernels.values()], rows))
+    if document["prefill"]:
+        parts.append("### More tokens than a decode kernel takes: unpack, then torch's product\n")
+        parts.append(prefill(document["prefill"], table))
+    parts.append(f"`{source['command']}`\n")
+    return "\n".join(parts)
+
+
+def prefill(entries: list[Document], table: Table) -> str:
+    """The operator against torch over the unpacked matrix."""
+    rows = [
+        [
+            f"{entry['rows']} x {entry['columns']}",
+            str(entry["tokens"]),
+            f"{entry['layout']} {entry['qmap_dtype']} {entry['x_dtype']}",
+            f"{entry['microseconds']:.0f}",
+            f"{entry['torch_microseconds']:.0f}",
+            f"{entry['microseconds'] / entry['torch_microseconds']:.2f}",
+        ]
+        for entry in entries
+    ]
+    return table(["rows x columns", "tokens", "form", "µs", "torch µs", "time / torch's"], rows)
+
+
+def summary(document: Document, table: Table, *, tokens: int = 8) -> str:
+    """A line for each form: how fast against torch, how near to the ceiling, over all shapes."""
+    rows = []
+    for form, entries in forms(document).items():
+        chosen = [entry for entry in entries if entry["tokens"] == tokens]
+        if chosen:
+            speeds = [entry["speed_against_torch"] for entry in chosen]
+            shares = [100 * entry["share_of_ceiling"] for entry in chosen]
+            rows.append(
+                [
+                    name_of(form),
+                    f"{min(speeds):.1f} to {max(speeds):.1f} times",
+                    f"{min(shares):.0f} to {max(shares):.0f} %",
+                ]
+            )
+    if not rows:
+        return ""
+    sizes = {(entry["rows"], entry["columns"]) for entry in document["entries"]}
+    return (
+        f"A packed Linear with {tokens} tokens on one {document['provenance']['device']}, over {len(sizes)} shapes, in a "
+        "replayed CUDA graph:\n\n"
+        + table(["form", "speed against 16-bit torch", "of the speed at which its bytes can be read"], rows)
+        + "\n"
+    )

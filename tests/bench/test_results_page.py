@@ -1,0 +1,75 @@
+"""The GPU part of the results page, from a document as the suite makes it."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import w3pack
+
+SCRIPTS = Path(w3pack.__file__).parents[1] / "scripts"
+PUBLISHED = SCRIPTS.parent / "docs" / "results" / "published_h200.json"
+
+
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    import importlib
+
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    for name in ("render_results", "render_gpu"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module("render_results")
+
+
+def test_tables_beside_published_figures(page: ModuleType, document: dict[str, Any]) -> None:
+    text = page.render_gpu.section(document, json.loads(PUBLISHED.read_text()), page.table)
+    assert text.count("### ") == 3
+    rows = [line for line in text.splitlines() if line.startswith("| 28672 x 8192 |")]
+    assert rows[0].endswith("| 73.4 | 48.9 | 45.4 |")
+    assert rows[1].endswith("| 247 | 84 | 83 |")
+    assert "| 26.0 | 86 % | 107.0 | 4.12 |" in rows[0]
+    assert next(line for line in text.splitlines() if line.startswith("| 576 x 576 |")).endswith("| - | - | - |")
+    assert "measured elsewhere on the same card type" in text
+    for line in text.splitlines():
+        if line.startswith("|"):
+            assert line.endswith("|")
+    for block in re.findall(r"(?:^\|.*\n)+", text, re.M):
+        assert len({line.count("|") for line in block.splitlines()}) == 1
+
+
+def test_without_published_figures(page: ModuleType, document: dict[str, Any]) -> None:
+    text = page.render_gpu.section(document, None, page.table)
+    assert "FLUTE" not in text
+    assert "28672 x 8192" in text
+
+
+def test_summary_has_a_line_for_each_form(page: ModuleType, document: dict[str, Any]) -> None:
+    text = page.render_gpu.summary(document, page.table)
+    assert "4.1 to 26.8 times" in text
+    assert text.count("\n| ") == 3
+    assert page.render_gpu.summary({**document, "entries": []}, page.table) == ""
+
+
+def test_the_page_works_with_and_without_the_file(
+    page: ModuleType, document: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
+    assert "Packed Linears on a GPU" not in page.sections()
+    without = page.summary()
+    (tmp_path / "w3_h200.json").write_text(json.dumps(document))
+    assert "Packed Linears on a GPU" in page.sections()
+    assert len(page.summary()) > len(without)
+
+
+def test_published_figures_are_complete() -> None:
+    published = json.loads(PUBLISHED.read_text())
+    assert "elsewhere" in published["note"]
+    eight = [row for row in published["rows"] if row["tokens"] == 8]
+    assert len(eight) == 8
+    assert all(name in row for row in published["rows"] for name in published["kernels"])

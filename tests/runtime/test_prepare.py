@@ -1,0 +1,28 @@
+"""`prepare` where there is nothing to do, and what it refuses; the rest is in tests/ops/test_w3_linear_cuda.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from w3pack.errors import UsageError
+from w3pack.format.linear import LinearSpec
+from w3pack.runtime.linear import W3Linear
+from w3pack.runtime.prepare import prepare
+
+SPEC = LinearSpec(rows=64, columns=64, group_size=64, layout="dense", maps=1, qmap_dtype="int8", bias=False)
+
+
+@pytest.mark.parametrize("model", [nn.Linear(3, 3), nn.Sequential(W3Linear(SPEC)), W3Linear(SPEC)])
+def test_nothing_is_to_be_done_on_a_cpu(model: nn.Module) -> None:
+    report = prepare(model, (1, 8, 512))
+    assert (report.kernels, report.built, report.workspace_bytes) == (0, 0, 0)
+    assert report.seconds >= 0
+
+
+def test_wrong_arguments_are_refused_with_a_sentence() -> None:
+    with pytest.raises(UsageError, match=r"expected batch sizes of at least 1, got \[1, 0\]"):
+        prepare(W3Linear(SPEC), (1, 0))
+    with pytest.raises(UsageError, match=r"expected activations of float16 or bfloat16, got torch.float32"):
+        prepare(W3Linear(SPEC), dtype=torch.float32)
