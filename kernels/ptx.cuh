@@ -188,17 +188,20 @@ W3_DEVICE void copy_bulk(u32 shared, const void* global, u32 bytes, u32 barrier)
                : "memory");
 }
 
-// Gives registers back, or takes them, for all warps of a warpgroup; sm_90a.
+// Gives registers back, or takes them, for all warps of a warpgroup; code for exactly one architecture only.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(__CUDA_ARCH_FEAT_SM100_ALL)  // ptxas ignores it for sm_120a
+#define W3_TRADES_REGISTERS 1
+#endif
 template <int registers>
 W3_DEVICE void registers_down() {
-#if __CUDA_ARCH_FEAT_SM90_ALL
+#if W3_TRADES_REGISTERS
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
 #endif
 }
 
 template <int registers>
 W3_DEVICE void registers_up() {
-#if __CUDA_ARCH_FEAT_SM90_ALL
+#if W3_TRADES_REGISTERS
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
 #endif
 }

@@ -1,6 +1,6 @@
 """Build every kernel configuration of the project for every architecture, with no GPU; fail on errors and on spills.
 
-    python scripts/compile_all.py [--arch sm_90a ...] [--jobs 2] [--use-cache] [--seed FOLDER] [--json OUT.json]
+    python scripts/compile_all.py [--arch sm_90a ...] [--jobs 2] [--quiet] [--use-cache] [--seed FOLDER] [--json OUT.json]
 
 Without --use-cache everything is built, whatever the cache holds. --seed also writes each kernel into FOLDER, in the form
 and under the name in which a wheel carries it in w3pack/cubins.
@@ -107,6 +107,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Build every kernel for every architecture; fail on errors and spills."
     )
     parser.add_argument("--arch", nargs="+", choices=ARCHS, default=list(ARCHS))
+    parser.add_argument("--quiet", action="store_true", help="only faults, warnings and the last line")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--use-cache", action="store_true", help="take what the store has")
     parser.add_argument("--seed", type=Path, metavar="FOLDER", help="write the kernels for a wheel to carry")
@@ -134,7 +135,8 @@ def main(argv: Sequence[str] | None = None, texts: Texts = project_texts) -> int
     widths = [max(width, len(heading)) for width, heading in zip(widths, HEADINGS, strict=True)]
 
     def show(cells: Sequence[str]) -> None:
-        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip(), flush=True)
+        if not options.quiet:
+            print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip(), flush=True)
 
     begin = time.perf_counter()
     show(HEADINGS)

@@ -1,7 +1,14 @@
 #!/usr/bin/env bash
 # Every check: style, types, import contracts, tests (newest and oldest supported transformers).
 # usage: scripts/test.sh [pytest arguments]      scripts/test.sh --slow adds the tests that take minutes
+#        scripts/test.sh --gpu                   on a machine with a GPU: the tests that need one, with the python that is there
 set -euo pipefail
+if [ "${1:-}" = "--gpu" ]; then
+  shift
+  cd "$(dirname "${BASH_SOURCE[0]}")/.."
+  export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" W3PACK_REQUIRE_GPU="${W3PACK_REQUIRE_GPU:-1}"
+  exec "${PYTHON:-python3}" -m pytest -m gpu -rs "$@"
+fi
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 install_once ".[dev]" dev
 
@@ -19,6 +26,7 @@ echo "== format";         ruff format --check .
 echo "== mypy";           mypy
 echo "== import contracts"; lint-imports
 echo "== results page";   python scripts/render_results.py --check
+echo "== kernels for every architecture"; python scripts/compile_all.py --quiet --jobs 2
 echo "== real model";     python scripts/fetch.py smollm2-135m || echo "not available: tests that need it will say so"
 echo "== tests";          OMP_NUM_THREADS=1 python -m pytest -n 2 -rs "$@"
 echo "== transformers 5.17.0"

@@ -26,6 +26,7 @@ class Result(enum.IntEnum):
     CUDA_ERROR_INVALID_VALUE = 1
     CUDA_ERROR_INVALID_DEVICE = 101
     CUDA_ERROR_INVALID_CONTEXT = 201
+    CUDA_ERROR_INVALID_HANDLE = 400
     CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES = 701
 
 
@@ -67,6 +68,10 @@ class FakeDriver:
 
     def cuDevicePrimaryCtxRetain(self, device: str) -> tuple[Any, ...]:
         return OK, f"context of {device}"
+
+    def cuCtxSetCurrent(self, context: str) -> tuple[Any, ...]:
+        self.contexts = [context]
+        return (Result.CUDA_SUCCESS,)
 
     def cuCtxPushCurrent(self, context: str) -> tuple[Any, ...]:
         self.contexts.append(context)
@@ -230,7 +235,17 @@ def test_a_thread_without_the_context_is_helped(driver: FakeDriver, own: Store) 
     driver.refusals = [Result.CUDA_ERROR_INVALID_CONTEXT] * 2
     with pytest.raises(LaunchError, match="INVALID_CONTEXT"):
         loaded.launch(stream=0, grid=1, block=32, shared_bytes=0, params=PARAMS)
-    assert driver.contexts == []
+    # it stays, for whoever comes next in this thread
+    assert driver.contexts == ["context of device 1"]
+
+
+def test_another_context_is_put_aside_for_the_launch(driver: FakeDriver, own: Store) -> None:
+    loaded = load(TEXT, 1, store=own)
+    driver.contexts = ["another"]
+    driver.refusals = [Result.CUDA_ERROR_INVALID_HANDLE]
+    loaded.launch(stream=0, grid=1, block=32, shared_bytes=0, params=PARAMS)
+    assert driver.launches[-1]["contexts"] == ["another", "context of device 1"]
+    assert driver.contexts == ["another"]
 
 
 def test_nothing_is_loaded_during_a_capture(

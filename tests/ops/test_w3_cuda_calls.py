@@ -75,8 +75,8 @@ def call(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     ("tokens", "expected"),
     [
         (0, []),
-        (1, ["decode"]),
-        (16, ["decode"]),
+        (8, ["decode"]),
+        (16, ["stage", "decode"]),
         (17, ["stage", "decode"]),
         (64, ["stage", "decode"]),
         (65, ["stage", "decode", "decode"]),

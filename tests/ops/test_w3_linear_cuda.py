@@ -54,7 +54,11 @@ def relative(found: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 def assert_no_worse_than_torch(packed: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-    """Within twice torch's error on the same matrix; single roundings may be unlucky where there are few outputs."""
+    """Within twice torch's error on the same matrix; single roundings may be unlucky where there are few outputs.
+
+    The kernels' own bound is 3.0e-4 in float16. Beyond their tokens the product is torch's, on the matrix rounded to float16:
+    that rounding alone is 2e-4, and with the output's 3e-4.
+    """
     truth = torch.nn.functional.linear(x.double(), packed.weight, None if bias is None else bias.double())
     plain = torch.nn.functional.linear(x, packed.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
     found = packed(x, bias)
@@ -65,7 +69,8 @@ def assert_no_worse_than_torch(packed: Any, x: torch.Tensor, bias: torch.Tensor 
     few = torch.finfo(x.dtype).eps if truth.numel() < 1000 else 0.0
     assert error <= 2 * relative(plain, truth) + few, tuple(x.shape)
     if x.dtype == torch.float16 and not few:
-        assert error <= 3.0e-4, tuple(x.shape)
+        dense = x.numel() // x.shape[-1] >= packed.form(x.dtype).dense_from
+        assert error <= (1.05 * relative(plain, truth) if dense else 3.0e-4), tuple(x.shape)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import threading
 from typing import Any
 
 from w3pack.errors import W3PackError
 
+#: Held while a module is imported: a second thread could otherwise see one half made.
+_IMPORTING = threading.RLock()
 INSTALL = 'run `pip install "w3pack[cuda]"`'
 
 
@@ -20,7 +23,8 @@ class ToolchainError(W3PackError):
 
 def _import(module: str, package: str) -> Any:
     try:
-        return importlib.import_module(module)
+        with _IMPORTING:
+            return importlib.import_module(module)
     except ImportError as error:
         raise ToolchainError(f"expected the package {package} for CUDA kernels, got: {error}; {INSTALL}") from error
 
@@ -76,7 +80,8 @@ def object_code() -> Any:
         ToolchainError: cuda-core is missing.
     """
     try:
-        return importlib.import_module("cuda.core").ObjectCode
+        with _IMPORTING:
+            return importlib.import_module("cuda.core").ObjectCode
     except (ImportError, AttributeError):
         pass
     module = _import("cuda.core.experimental", "cuda-core")

@@ -133,7 +133,11 @@ class LoadedKernel:
 
     def _launch_again(self, result: Any, config: Any, pointer: ctypes.Array[ctypes.c_void_p]) -> None:
         """A thread that has not touched the device yet has no context, or another device's; that is no failure."""
-        if result.name in {"CUDA_ERROR_INVALID_CONTEXT", "CUDA_ERROR_INVALID_HANDLE"}:
+        if result.name == "CUDA_ERROR_INVALID_CONTEXT":
+            # left current, as the runtime would: whoever comes next in this thread (cuBLAS, say) needs one as well
+            self._call(self._driver.cuCtxSetCurrent(self._context))
+            (result,) = self._launch(config, self._function, ctypes.addressof(pointer), 0)
+        elif result.name == "CUDA_ERROR_INVALID_HANDLE":
             with self._current_context():
                 (result,) = self._launch(config, self._function, ctypes.addressof(pointer), 0)
         if int(result) != 0:

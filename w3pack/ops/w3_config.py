@@ -22,6 +22,7 @@ MapKind = Literal["linear", "tile", "row"]
 
 STEP_COLUMNS = 128
 TOKEN_TILE = 8
+_ARITHMETIC = 1 << 32
 #: Values of `W3Config.ring` that are no length: kOwn, kFromGlobal, kKept of the kernels.
 OWN, FROM_GLOBAL, KEPT = 0, -1, -2
 #: Tokens that a decode kernel takes in one launch.
@@ -244,6 +245,12 @@ def stage_text(desc: W3Desc, config: W3Config) -> KernelText:
     )
 
 
+def countable(desc: W3Desc, config: W3Config) -> bool:
+    """Whether kernels/w3_partition.cuh can divide: its quotients need (dividend + 1) * divisor below 2^32."""
+    units = -(-desc.row_tiles // config.row_warps) * desc.steps
+    return (units + 1) * desc.steps < _ARITHMETIC and (desc.column_tiles + 1) * desc.group_size // TILE < _ARITHMETIC
+
+
 def make_plan(desc: W3Desc, config: W3Config) -> W3Plan:
     """Plan a decode call.
 
@@ -262,8 +269,11 @@ def make_plan(desc: W3Desc, config: W3Config) -> W3Plan:
             f"expected at most {desc.device.shared_bytes} bytes of shared memory, got {shared} for {config}; choose fewer slots"
         )
     row_blocks = -(-desc.row_tiles // config.row_warps)
-    if row_blocks * desc.steps >= 1 << 31:
-        raise UnsupportedError(f"expected a matrix of fewer than 2^31 steps, got {desc.rows} x {desc.columns}")
+    if not countable(desc, config):
+        raise UnsupportedError(
+            f"expected a matrix that the kernels can count through, got {desc.rows} x {desc.columns} with groups of "
+            f"{desc.group_size}; dequantise it"
+        )
     own = config.ring == OWN
     first_chunk, chunk_steps, most_chunks = chunks(desc, config)
     return W3Plan(

@@ -9,6 +9,7 @@ from dataclasses import replace
 from w3pack.errors import UnsupportedError
 from w3pack.ops.w3_config import (
     FROM_GLOBAL,
+    KEPT,
     MAX_OWN_TOKENS,
     MAX_TOKENS,
     OWN,
@@ -16,6 +17,7 @@ from w3pack.ops.w3_config import (
     W3Config,
     W3Desc,
     W3Plan,
+    countable,
     make_plan,
 )
 from w3pack.ops.w3_table import Table
@@ -32,7 +34,6 @@ _DECODE_UP_TO = 128
 _SLOTS = (4, 3, 2)
 _RING = 4
 _WARPGROUP_ARCH = "sm_90a"
-_ARITHMETIC = 1 << 32
 
 
 def bucket_of(tokens: int) -> int:
@@ -49,7 +50,7 @@ def plan_of(desc: W3Desc, table: Table | None = None) -> W3Plan:
     if not 1 <= desc.tokens <= MAX_TOKENS:
         raise UnsupportedError(f"expected 1 to {MAX_TOKENS} tokens, got {desc.tokens}; decode in portions")
     for config in (*measured(desc, table), *heuristic(desc)):
-        if not _countable(desc, config) or (config.warpgroups and desc.device.arch != _WARPGROUP_ARCH):
+        if not countable(desc, config) or (config.warpgroups and desc.device.arch != _WARPGROUP_ARCH):
             continue
         streamed = config.ring not in (OWN, FROM_GLOBAL)
         if (streamed and not desc.device.bulk) or (config.ring == OWN and desc.tokens > MAX_OWN_TOKENS):
@@ -71,7 +72,7 @@ def decide(desc: W3Desc, table: Table | None = None) -> W3Config:
 
 def dense_from(desc: W3Desc, table: Table | None = None) -> int:
     """Tokens from which a call dequantises and multiplies with torch; 1 for a matrix that no decode kernel takes."""
-    if not any(_countable(desc, config) for config in heuristic(replace(desc, tokens=MAX_TOKENS))):
+    if not any(countable(desc, config) for config in heuristic(replace(desc, tokens=MAX_TOKENS))):
         return 1
     measured_at = [
         (distance, tokens)
@@ -139,6 +140,8 @@ def ladder(bucket: int, device: DeviceLimits, *, first_row_warps: int, width: in
     if bucket <= MAX_OWN_TOKENS:
         for row_warps in (1, 4, 8):
             if min(first_row_warps, most_row_warps) <= row_warps <= most_row_warps:
+                if device.bulk and bucket > 8:  # the more tokens, the more every block would stage anew
+                    yield from configs(narrow, row_warps, KEPT)
                 yield from configs(narrow, row_warps, OWN)
         yield from configs(1, 64 // bucket, FROM_GLOBAL)
         return
@@ -147,13 +150,6 @@ def ladder(bucket: int, device: DeviceLimits, *, first_row_warps: int, width: in
     if device.bulk:
         yield from configs(narrow, most_row_warps, _RING)
     yield from configs(narrow, most_row_warps, FROM_GLOBAL)
-
-
-def _countable(desc: W3Desc, config: W3Config) -> bool:
-    """Whether kernels/w3_partition.cuh can divide: its quotients need (dividend + 1) * divisor below 2^32."""
-    units = -(-desc.row_tiles // config.row_warps) * desc.steps
-    tiles_per_group = desc.group_size // 64
-    return units * desc.steps < _ARITHMETIC and (desc.column_tiles + 1) * tiles_per_group < _ARITHMETIC
 
 
 def _distance(desc: W3Desc, rows: int, columns: int) -> float:
