@@ -40,6 +40,7 @@
 W3_DEVICE void work(const Params& p, const Walk& walk, const SharedMap& map, char* shared, int warp, int lane) {
   const int row_warp = warp % kRowWarps, split_warp = warp / kRowWarps % kSplitWarps, token_warp = warp / (kRowWarps * kSplitWarps);
   const ActivationOrder order(p, walk);
+  const Shifts<W3_MULTIPLIED_SHIFTS> shift = {p.factor16, p.factor3, p.factor2, p.factor1};
   Maps maps = load_maps(p, min(walk.last_block * kRowWarps + row_warp, p.row_tiles - 1), lane / 4);
 
   int slot = split_warp / kSlotSteps;
@@ -111,6 +112,10 @@ W3_DEVICE void work(const Params& p, const Walk& walk, const SharedMap& map, cha
         if constexpr (kStagedX == kFromGlobal) {
           x.global = p.staged + static_cast<i64>(step) * kStepXBytes;
           x.global_scales = p.staged_scales + static_cast<i64>(step) * kStepXScales;
+        } else if constexpr (kStagedX == kStreamed) {
+          const u32 slot_at = map.slots + slot * kSlotBytes;
+          x.shared = slot_at + kSlotXAt + slot_step * kStepXBytes;
+          x.shared_scales = slot_at + kSlotScalesAt + slot_step * kStepXScales * 4;
         } else {
           const int place = kStagedX > 0 ? x_slot : order.place(walk, row_block, step);
           x.shared = map.x + place * kStepXBytes;
@@ -128,10 +133,10 @@ W3_DEVICE void work(const Params& p, const Walk& walk, const SharedMap& map, cha
         };
 #if __CUDA_ARCH_FEAT_SM90_ALL
         if constexpr (kWarpgroups)
-          multiply_step_warpgroup(at, maps, x, lane, token_warp, acc, release);
+          multiply_step_warpgroup(at, maps, shift, x, lane, token_warp, acc, release);
         else
 #endif
-          multiply_step_warp(at, maps, x, lane, token_warp, acc, release);
+          multiply_step_warp(at, maps, shift, x, lane, token_warp, acc, release);
       }
 #if __CUDA_ARCH__ >= 900
       if (kSlotSteps > 1 && step >= end && kBulk && elect_one()) barrier_arrive(map.empty + 8 * slot);

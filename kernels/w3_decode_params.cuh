@@ -11,9 +11,10 @@ constexpr int kTokenWarps = W3_TOKEN_WARPS;    // warps that share a row tile's 
 constexpr int kSlots = W3_SLOTS;               // of weights in flight
 constexpr int kScaleSets = W3_SCALE_SETS;      // 1: groups are whole steps, 2: each tile has its own
 constexpr int kStagedX = W3_STAGED_X;          // where activations are staged and kept, one of the following, or the length of a ring
-constexpr int kOwn = 0, kFromGlobal = -1, kKept = -2;
+constexpr int kOwn = 0, kFromGlobal = -1, kKept = -2, kStreamed = -3;
 // kOwn: staged by this block, all that it needs is kept. kKept: staged by w3_stage.cu, copied here once and kept. n > 0: staged by
-// w3_stage.cu and streamed through a ring of n steps. kFromGlobal: staged by w3_stage.cu, read from global memory at each use.
+// w3_stage.cu and streamed through a ring of n steps. kStreamed: staged by w3_stage.cu, in the slots beside the weights. kFromGlobal:
+// staged by w3_stage.cu, read from global memory at each use.
 constexpr bool kBulk = W3_BULK;
 constexpr bool kWarpgroups = W3_WARPGROUPS;   // matrix instructions of whole warpgroups (sm_90a) instead of single warps
 constexpr int kDepth = W3_DEPTH;               // 16-row blocks whose products a warpgroup has in flight, 1 or 2
@@ -38,10 +39,12 @@ constexpr int kSlotGroups = kSplitWarps / kSlotSteps;
 constexpr int kSlotRows = kRowWarps * (kBulk ? 1 : kTokenWarps);
 constexpr int kSlotCodeBytes = kSlotSteps * 2 * kTileBytes;
 constexpr int kSlotRowBytes = kSlotCodeBytes + kSlotSteps * 128 * kScaleSets;
-constexpr int kSlotBytes = kSlotRows * kSlotRowBytes;
 constexpr int kSlotReaders = kWarps / kSlotGroups;
 constexpr int kStepXBytes = 2048 * kAllTokenTiles;       // staged activations of a step
 constexpr int kStepXScales = 8 * kAllTokenTiles;
+constexpr int kSlotXAt = kSlotRows * kSlotRowBytes;      // where streamed activations lie in a slot: operands, then scales
+constexpr int kSlotScalesAt = kSlotXAt + kSlotSteps * kStepXBytes;
+constexpr int kSlotBytes = kStagedX == kStreamed ? kSlotScalesAt + kSlotSteps * kStepXScales * 4 : kSlotXAt;
 constexpr bool kScaledX = kInt8Map || kBf16;
 constexpr u32 kEmpty = 0xFFFFFFFFu;                      // a NaN that no arithmetic produces
 
@@ -75,6 +78,7 @@ struct alignas(16) Params {
   int first_chunk, chunk_steps;  // kept activations are announced in chunks of steps; the first is longer
   u32 chunk_reciprocal;          // (2^32 - 1) / chunk_steps
   int chunks;
+  u32 factor16, factor3, factor2, factor1;  // 2^16, 2^29, 2^30, 2^31, for Shifts
 };
 
 

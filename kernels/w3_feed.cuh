@@ -116,9 +116,10 @@ W3_DEVICE void feed_weights(const Params& p, const Walk& walk, const SharedMap& 
       const int last_tile = min(2 * min(base + kSlotSteps, end), p.column_tiles) - 1;
       const int first_group = quotient(2 * base, p.group_reciprocal), last_group = quotient(last_tile, p.group_reciprocal);
       const u32 code_bytes = (last_tile + 1 - 2 * base) * kTileBytes, scale_bytes = (last_group + 1 - first_group) * 128;
+      const u32 x_bytes = kStagedX == kStreamed ? min(kSlotSteps, end - base) * (kStepXBytes + kStepXScales * 4) : 0;
       const u32 full = map.full + 8 * slot, to = map.slots + slot * kSlotBytes + lane * kSlotRowBytes;
       barrier_wait(map.empty + 8 * slot, parity);
-      if (lane == 0) barrier_expect(full, kRowWarps * (code_bytes + scale_bytes));
+      if (lane == 0) barrier_expect(full, kRowWarps * (code_bytes + scale_bytes) + x_bytes);
       __syncwarp();
       if (lane < kRowWarps) {
         copy_bulk(to, codes, code_bytes, full);
@@ -152,6 +153,29 @@ W3_DEVICE void feed_ring(const Params& p, const Walk& walk, const SharedMap& map
         parity ^= 1;
       }
     }
+}
+
+// One thread: staged activations beside the weights of each slot. Its bytes are part of what feed_weights announces; a barrier takes
+// them before or after the announcement.
+W3_DEVICE void feed_streamed(const Params& p, const Walk& walk, const SharedMap& map) {
+  int slot = 0;
+  u32 parity = 1;
+#pragma unroll 1
+  for (int row_block = walk.last_block; row_block >= walk.first_block; --row_block) {
+    const int end = walk.end_of(row_block);
+#pragma unroll 1
+    for (int step = walk.begin_of(row_block); step < end; step += kSlotSteps) {
+      const int count = min(kSlotSteps, end - step);
+      const u32 full = map.full + 8 * slot, to = map.slots + slot * kSlotBytes;
+      barrier_wait(map.empty + 8 * slot, parity);
+      copy_bulk(to + kSlotXAt, p.staged + static_cast<i64>(step) * kStepXBytes, count * kStepXBytes, full);
+      copy_bulk(to + kSlotScalesAt, p.staged_scales + static_cast<i64>(step) * kStepXScales, count * kStepXScales * 4, full);
+      if (++slot == kSlots) {
+        slot = 0;
+        parity ^= 1;
+      }
+    }
+  }
 }
 
 // One thread: staged activations of every step that this block keeps.
@@ -203,6 +227,7 @@ W3_DEVICE void feed(const Params& p, const Walk& walk, const SharedMap& map, cha
     wait_for_predecessors();
     if constexpr (kStagedX > 0) feed_ring(p, walk, map);
     if constexpr (kStagedX == kKept) feed_kept(p, walk, map);
+    if constexpr (kStagedX == kStreamed) feed_streamed(p, walk, map);
   }
 }
 #endif

@@ -186,8 +186,8 @@ struct WarpgroupSums {
 // One step by warpgroups: while the tensor cores work on a 16-row block, the warp decodes the next one and adds up the one before.
 // `release` is called once the last of the slot has been read. (Keeping the last block in flight into the next step makes ptxas
 // serialise all of them.)
-template <class Release>
-W3_DEVICE void multiply_step_warpgroup(const StepSlot& slot, const Maps& maps, const StagedStep& x, int lane, int token_warp,
+template <class Shift, class Release>
+W3_DEVICE void multiply_step_warpgroup(const StepSlot& slot, const Maps& maps, const Shift& shift, const StagedStep& x, int lane, int token_warp,
                                        Accumulators& acc, Release release) {
   StepWords words;
   words.load(slot.codes, lane, 0);
@@ -214,13 +214,13 @@ W3_DEVICE void multiply_step_warpgroup(const StepSlot& slot, const Maps& maps, c
 #pragma unroll
   for (int block = 0; block < 4; ++block) {
     if (block + 1 < kVectors) words.load(slot.codes, lane, block + 1);  // a block ahead of its use
-    if (block + 2 == kVectors) release();
+    if (kStagedX != kStreamed && block + 2 == kVectors) release();
     if (kHalfStep && !slot.both && block < kVectors) words.clear_second(block);
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       u32 selector[4];
-      block_selectors<kDense>(words.word[tile], block, selector);
-      fragments(selector, maps.map[kRowMaps ? 2 * block : 0], maps.map[kRowMaps ? 2 * block + 1 : 0], a[block % kDepth][tile]);
+      block_selectors<kDense>(words.word[tile], block, shift, selector);
+      fragments(selector, maps.map[kRowMaps ? 2 * block : 0], maps.map[kRowMaps ? 2 * block + 1 : 0], shift, a[block % kDepth][tile]);
     }
     wgmma_fence();
     if constexpr (kScaleSets == 1) {
@@ -239,12 +239,13 @@ W3_DEVICE void multiply_step_warpgroup(const StepSlot& slot, const Maps& maps, c
     wgmma_wait<0>();
     collect(3);
   }
+  if constexpr (kStagedX == kStreamed) release();  // the tensor cores have read the activations
 }
 #endif
 
 // One step by single warps.
-template <class Release>
-W3_DEVICE void multiply_step_warp(const StepSlot& slot, const Maps& maps, const StagedStep& x, int lane, int token_warp, Accumulators& acc,
+template <class Shift, class Release>
+W3_DEVICE void multiply_step_warp(const StepSlot& slot, const Maps& maps, const Shift& shift, const StagedStep& x, int lane, int token_warp, Accumulators& acc,
                                   Release release) {
   constexpr int kTogether = kTokenTiles <= 2 || !kInt8Map ? 1 : 4;  // row blocks whose fragments are in registers together
   StepWords words;
@@ -254,7 +255,7 @@ W3_DEVICE void multiply_step_warp(const StepSlot& slot, const Maps& maps, const 
     if (kHalfStep && !slot.both) words.clear_second(v);
   }
   const RowScales scales = load_row_scales(slot.scales, lane / 4);
-  release();
+  if constexpr (kStagedX != kStreamed) release();
   TokenOperands b[kTokenTiles <= 2 ? kTokenTiles : 1];
   BlockFragments<kInt8Map> a[kTogether][2];
 
@@ -277,8 +278,8 @@ W3_DEVICE void multiply_step_warp(const StepSlot& slot, const Maps& maps, const 
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       u32 selector[4];
-      block_selectors<kDense>(words.word[tile], block, selector);
-      fragments(selector, maps.map[kRowMaps ? 2 * block : 0], maps.map[kRowMaps ? 2 * block + 1 : 0], out[tile]);
+      block_selectors<kDense>(words.word[tile], block, shift, selector);
+      fragments(selector, maps.map[kRowMaps ? 2 * block : 0], maps.map[kRowMaps ? 2 * block + 1 : 0], shift, out[tile]);
     }
   };
   auto multiply = [&](int block, const BlockFragments<kInt8Map>(&fragment)[2], const TokenOperands& operands, int tile_index) {
@@ -295,6 +296,7 @@ W3_DEVICE void multiply_step_warp(const StepSlot& slot, const Maps& maps, const 
   if constexpr (kTokenTiles <= 2) {  // activations stay in registers, fragments of a row block come and go
 #pragma unroll
     for (int n = 0; n < kTokenTiles; ++n) load_operands(n, b[n]);
+    if constexpr (kStagedX == kStreamed) release();
 #pragma unroll
     for (int block = 0; block < 4; ++block) {
       decode(block, a[0]);
@@ -313,5 +315,6 @@ W3_DEVICE void multiply_step_warp(const StepSlot& slot, const Maps& maps, const 
         for (int i = 0; i < kTogether; ++i) multiply(first + i, a[i], b[0], n);
       }
     }
+    if constexpr (kStagedX == kStreamed) release();
   }
 }

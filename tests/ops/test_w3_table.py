@@ -115,7 +115,7 @@ CONFIG = [*ENTRY, "config"]
         (CONFIG, []),
         ([*CONFIG, "slots"], 1),
         ([*CONFIG, "slots"], ...),
-        ([*CONFIG, "ring"], -3),
+        ([*CONFIG, "ring"], -4),
         ([*CONFIG, "ring"], 4),  # with two or more split warps
         ([*CONFIG, "blocks"], 0),
         ([*CONFIG, "slot_steps"], 3),

@@ -5,23 +5,33 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 from w3pack.errors import UnsupportedError
-from w3pack.ops.w3_config import MAX_OWN_TOKENS, TOKEN_TILE, W3Config, W3Desc, make_plan
+from w3pack.ops.w3_config import (
+    FROM_GLOBAL,
+    KEPT,
+    MAX_OWN_TOKENS,
+    OWN,
+    STREAMED,
+    TOKEN_TILE,
+    W3Config,
+    W3Desc,
+    make_plan,
+)
 
 ROW_WARPS = (1, 2, 3, 4, 6, 8, 12)
 SPLIT_WARPS = (1, 2, 3, 4, 6, 8)
-TOKEN_WARPS = (1, 2, 4)
+TOKEN_WARPS = (1, 2, 4, 8)
 TOKEN_TILES = (1, 2, 4)
-SLOTS = (2, 3, 4, 6, 8, 12)
-RINGS = (4, 8)
-#: Resident on a multiprocessor; with 16 nearly every kernel spills.
-WARPS = (4, 12)
-#: Bytes of weights in flight on a multiprocessor at which the reading ceiling is nearly reached.
-_BYTES_IN_FLIGHT = 112 << 10
-#: Shared memory that the driver keeps of each resident block.
-_RESERVED_BYTES = 1 << 10
+RINGS = (4,)
+#: Resident on a multiprocessor; few kernels have registers for more.
+WARPS = (4, 16)
+#: Bytes of weights in flight on a multiprocessor: what is tried. At about 100 KB the reading ceiling is nearly reached.
+IN_FLIGHT = (40 << 10, 64 << 10, 96 << 10, 128 << 10)
+_BYTES_IN_FLIGHT = 104 << 10
+_MOST_SLOTS = 16
 
 
 def candidates(desc: W3Desc, *, limit: int = 40) -> list[W3Config]:
@@ -37,7 +47,7 @@ def candidates(desc: W3Desc, *, limit: int = 40) -> list[W3Config]:
             config.row_warps,
             config.split_warps,
             config.token_warps,
-            config.ring > 0,
+            config.ring,
             config.warpgroups,
         )
         families[family].append((_cost(desc, config), config))
@@ -54,48 +64,74 @@ def _sound(desc: W3Desc) -> Iterator[W3Config]:
     """Everything that fits the call and the device, as far as can be told without a compiler."""
     tiles = next((tiles for tiles in (1, 2, 4, 8) if TOKEN_TILE * tiles >= desc.tokens), 8)
     device = desc.device
-    rings = ([0] if desc.tokens <= MAX_OWN_TOKENS else []) + ([*RINGS] if device.bulk else [-1])
+    own = [OWN] if desc.tokens <= MAX_OWN_TOKENS else []
+    rings = [*own, KEPT, STREAMED, *RINGS] if device.bulk else [*own, FROM_GLOBAL]
     groups = (False, True) if device.arch == "sm_90a" else (False,)
-    for token_tiles, row_warps, split_warps, token_warps, ring, warpgroups, slots, min_blocks in product(
-        TOKEN_TILES, ROW_WARPS, SPLIT_WARPS, TOKEN_WARPS, rings, groups, SLOTS, (1, 2)
+    for token_tiles, row_warps, split_warps, token_warps, ring, warpgroups in product(
+        TOKEN_TILES, ROW_WARPS, SPLIT_WARPS, TOKEN_WARPS, rings, groups
     ):
         warps = row_warps * split_warps * token_warps
-        if token_tiles * token_warps != tiles or not WARPS[0] <= warps <= WARPS[1] // min_blocks:
+        if token_tiles * token_warps != tiles or not WARPS[0] <= warps <= WARPS[1]:
             continue
-        if (ring > 0 and split_warps > 1) or (warpgroups and (row_warps % 4 or ring < 0)):
+        if (ring > 0 and split_warps > 1) or (warpgroups and (row_warps % 4 or ring == FROM_GLOBAL)):
             continue
-        for resident in range(1, min_blocks + 1):
-            config = W3Config(
-                token_tiles=token_tiles,
-                row_warps=row_warps,
-                split_warps=split_warps,
-                token_warps=token_warps,
-                slots=slots,
-                ring=ring,
-                blocks=resident * device.multiprocessors,
-                warpgroups=warpgroups,
-                min_blocks=min_blocks,
-            )
+        config = W3Config(
+            token_tiles=token_tiles,
+            row_warps=row_warps,
+            split_warps=split_warps,
+            token_warps=token_warps,
+            slots=2,
+            ring=ring,
+            blocks=device.multiprocessors,
+            warpgroups=warpgroups,
+            depth=1 if warpgroups and warps > 8 else 2,  # with two in flight twelve warps run out of registers
+        )
+        for candidate in _divisions(desc, config):
             try:
-                plan = make_plan(desc, config)
+                yield make_plan(desc, candidate).config  # a small matrix gets fewer blocks
             except UnsupportedError:
                 continue
-            if min_blocks * (plan.shared_bytes + _RESERVED_BYTES) <= device.shared_bytes + _RESERVED_BYTES:
-                yield plan.config
+
+
+def _divisions(desc: W3Desc, config: W3Config) -> Iterator[W3Config]:
+    """The config with other slots, numbers of blocks and pipes for its shifts."""
+    steps = (1, config.split_warps) if desc.device.bulk else (config.split_warps,)
+    for slot_steps, blocks, shifts in product(dict.fromkeys(steps), _blocks(desc, config), (0, 2)):
+        step_bytes = 2 * desc.tile_bytes * config.row_warps * (1 if desc.device.bulk else config.token_warps)
+        for slots in dict.fromkeys(round(bytes_ / (step_bytes * slot_steps)) for bytes_ in IN_FLIGHT):
+            least = max(2, config.split_warps // slot_steps)
+            yield replace(
+                config,
+                slots=min(max(slots, least), max(_MOST_SLOTS, least)),
+                slot_steps=slot_steps,
+                blocks=blocks,
+                multiplied_shifts=shifts,
+            )
+
+
+def _blocks(desc: W3Desc, config: W3Config) -> list[int]:
+    """One block for each multiprocessor; and the most that cut every row block at the same places, unless many stay idle."""
+    every = desc.device.multiprocessors
+    units = -(-desc.row_tiles // config.row_warps) * desc.steps
+    aligned = next((blocks for blocks in range(every, every * 9 // 10, -1) if units % blocks == 0), every)
+    return [every] if aligned == every else [every, aligned]
 
 
 def _cost(desc: W3Desc, config: W3Config) -> float:
     """How far a config is from what fast ones look like; 0 is best. Only its order matters."""
-    multiprocessors = desc.device.multiprocessors
-    resident = max(1, min(config.min_blocks, round(config.blocks / multiprocessors)))
-    in_flight = resident * config.warps * config.slots * 2 * desc.tile_bytes
+    in_flight = config.row_warps * config.slot_steps * config.slots * 2 * desc.tile_bytes
     units = -(-desc.row_tiles // config.row_warps) * desc.steps
     longest = -(-units // config.blocks)
-    imbalance = longest * config.blocks / units - 1
+    imbalance = longest * config.blocks / units - 1 + (desc.device.multiprocessors / config.blocks - 1)
     idle_warps = max(0, config.row_warps - desc.row_tiles) / config.row_warps
+    # sums that blocks hand to each other, as a share of the weights' bytes
+    sums = (
+        config.blocks * config.row_warps * 64 * desc.tokens * 4 / (desc.row_tiles * desc.column_tiles * desc.tile_bytes)
+    )
     return (
         abs(math.log2(in_flight / _BYTES_IN_FLIGHT))
-        + 0.5 * abs(math.log2(resident * config.warps / 8))
+        + 0.5 * abs(math.log2(config.warps / 8))
         + 4 * imbalance
         + 4 * idle_warps
+        + 4 * sums
     )

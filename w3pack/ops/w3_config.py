@@ -23,8 +23,8 @@ MapKind = Literal["linear", "tile", "row"]
 STEP_COLUMNS = 128
 TOKEN_TILE = 8
 _ARITHMETIC = 1 << 32
-#: Values of `W3Config.ring` that are no length: kOwn, kFromGlobal, kKept of the kernels.
-OWN, FROM_GLOBAL, KEPT = 0, -1, -2
+#: Values of `W3Config.ring` that are no length: kOwn, kFromGlobal, kKept, kStreamed of the kernels.
+OWN, FROM_GLOBAL, KEPT, STREAMED = 0, -1, -2, -3
 #: Tokens that a decode kernel takes in one launch.
 MAX_TOKENS = 64
 #: Tokens up to which a block stages the activations that it needs by itself.
@@ -105,12 +105,20 @@ class W3Desc:
 class W3Config:
     """How a decode kernel divides its work; see kernels/w3_decode.cu.
 
-    `row_warps` x `split_warps` x `token_warps` warps; `token_tiles` tiles of 8 tokens for each warp; `slots` slots of weights
-    in flight, each with `slot_steps` steps of every row tile (a divisor of `split_warps`; before sm_90 equal to it); `ring` says where activations are staged and kept: OWN, each block stages what it needs and keeps it; KEPT, the staging
-    kernel stages, each block keeps what it needs; a positive number, the staging kernel stages, and that many steps are in flight;
-    FROM_GLOBAL, the staging kernel stages, and they are read from global memory at each use;
-    `blocks` thread blocks; `warpgroups` whether four warps share a matrix instruction (sm_90a
-    only), and `depth` how many 16-row blocks of products they have in flight; `min_blocks` of them (of this launch and the next one) must fit a multiprocessor.
+    Attributes:
+        token_tiles: tiles of 8 tokens for each warp.
+        row_warps, split_warps, token_warps: warps along row tiles, along the steps of a row tile, and along tokens.
+        slots: slots of weights in flight.
+        ring: where activations are staged and kept. OWN: each block stages what it needs and keeps it. KEPT: the staging
+            kernel stages, each block keeps what it needs. STREAMED: the staging kernel stages, they come with the weights
+            in every slot. A positive number: the staging kernel stages, and that many steps are in flight. FROM_GLOBAL:
+            the staging kernel stages, and they are read from global memory at each use.
+        blocks: thread blocks.
+        slot_steps: steps of every row tile in a slot; divides `split_warps`, and before sm_90 is equal to it.
+        warpgroups: four warps share a matrix instruction (sm_90a only).
+        depth: 16-row blocks of products that a warpgroup has in flight, 1 or 2.
+        multiplied_shifts: kinds of shift that are multiplications, 0 to 2 (kernels/w3_words.cuh).
+        min_blocks: blocks, of this launch and the next, that must fit a multiprocessor.
     """
 
     token_tiles: int
@@ -123,6 +131,7 @@ class W3Config:
     slot_steps: int = 1
     warpgroups: bool = False
     depth: int = 2
+    multiplied_shifts: int = 0
     min_blocks: int = 1
 
     @property
@@ -197,6 +206,8 @@ def shared_bytes(desc: W3Desc, config: W3Config) -> int:
     slot_rows = config.row_warps * (1 if desc.device.bulk else config.token_warps)
     slot = slot_rows * config.slot_steps * (2 * desc.tile_bytes + 128 * desc.scale_sets)
     tiles = config.all_token_tiles
+    if config.ring == STREAMED:
+        slot += config.slot_steps * (2048 + 32) * tiles
     steps = resident_steps(desc, config) if keeps_activations(config) else max(config.ring, 0)
     exchange = config.warps * 4 * config.token_tiles * 512 if config.split_warps > 1 else 0
     barriers = 8 * (2 * config.slots + 2 * max(config.ring, 0) + chunks(desc, config)[2])
@@ -216,6 +227,7 @@ def decode_text(desc: W3Desc, config: W3Config) -> KernelText:
             ("W3_HALF_STEP", desc.column_tiles % 2),
             ("W3_INT8_MAP", int(desc.qmap_dtype == "int8")),
             ("W3_MIN_BLOCKS", config.min_blocks),
+            ("W3_MULTIPLIED_SHIFTS", config.multiplied_shifts),
             ("W3_ROW_MAPS", int(desc.map_kind == "row")),
             ("W3_ROW_WARPS", config.row_warps),
             ("W3_SCALE_SETS", desc.scale_sets),

@@ -49,6 +49,10 @@ class Decoder:
             "chunk_steps": plan.chunk_steps,
             "chunk_reciprocal": _ONES // plan.chunk_steps,
             "chunks": plan.chunks,
+            "factor16": 1 << 16,
+            "factor3": 1 << 29,
+            "factor2": 1 << 30,
+            "factor1": 1 << 31,
             "unused": 0,
         }
 

@@ -22,7 +22,7 @@ from typing import Any, cast
 from w3pack.errors import ResourceError
 from w3pack.format.layout import LAYOUTS, Layout
 from w3pack.format.linear import MAX_SIDE, QMAP_DTYPES, QmapDtype
-from w3pack.ops.w3_config import FROM_GLOBAL, KEPT, MAX_TOKENS, MapKind, W3Config, XDtype
+from w3pack.ops.w3_config import FROM_GLOBAL, MAX_TOKENS, STREAMED, MapKind, W3Config, XDtype
 
 _LOG = logging.getLogger(__name__)
 FORMAT = 1
@@ -36,10 +36,11 @@ _CONFIG_BOUNDS = {
     "split_warps": (1, 16),
     "token_warps": (1, 8),
     "slots": (2, 32),
-    "ring": (KEPT, 16),
+    "ring": (STREAMED, 16),
     "blocks": (1, 1 << 16),
     "slot_steps": (1, 16),
     "depth": (1, 2),
+    "multiplied_shifts": (0, 2),
     "min_blocks": (1, 8),
 }
 _MAX_WARPS = 28  # four more feed them
