@@ -25,7 +25,7 @@ constexpr bool kFed = kBulk;                             // four more warps feed
 constexpr int kThreads = 32 * (kWarps + (kFed ? 4 : 0));
 // Registers: a launch gives every thread the same; the feeders hand theirs to the workers, out of what the launch allocated.
 constexpr int kLaunchRegisters = 65536 / W3_MIN_BLOCKS / kThreads / 8 * 8;
-constexpr int kFeederRegisters = kStagedX == kOwn ? 64 : kStagedX == kKept ? 32 : 56;
+constexpr int kFeederRegisters = kStagedX == kOwn ? 64 : kStagedX > 0 ? 56 : 32;
 constexpr int kWorkerRegisters = (kLaunchRegisters * kThreads - 128 * kFeederRegisters) / (32 * kWarps) / 8 * 8;
 constexpr bool kTradeRegisters = kLaunchRegisters > kFeederRegisters && kWorkerRegisters > kLaunchRegisters && kWorkerRegisters < 256;
 constexpr bool kWorkersStage = kWarps < 16;              // with fewer registers staging would spill

@@ -84,20 +84,16 @@ W3_DEVICE int chunk_of(const Params& p, int place) {
 }
 
 #if __CUDA_ARCH__ >= 900
+// By the first warp: [full | empty | x_full | x_empty], as SharedMap has them.
 W3_DEVICE void init_barriers(const Params& p, const SharedMap& map) {
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kSlots; ++i) {
-      barrier_init(map.full + 8 * i, 1);
-      barrier_init(map.empty + 8 * i, kSlotReaders);
-    }
-    if constexpr (kKeepsX)
-      for (int i = 0; i < p.chunks; ++i) barrier_init(map.x_full + 8 * i, kStagedX == kKept ? 1 : i == 0 && kWorkersStage ? kWarps + 3 : 3);
-    for (int i = 0; i < kStagedX; ++i) {
-      barrier_init(map.x_full + 8 * i, 1);
-      barrier_init(map.x_empty + 8 * i, kWarps);
-    }
-    barrier_init_fence();
+  const int x_barriers = kStagedX > 0 ? kStagedX : kKeepsX ? p.chunks : 0;
+  for (int i = threadIdx.x; i < 2 * kSlots + x_barriers + max(kStagedX, 0); i += 32) {
+    const int chunk = i - 2 * kSlots;
+    const int to_keep = kStagedX == kKept ? 1 : chunk == 0 && kWorkersStage ? kWarps + 3 : 3;
+    const int arrivals = i < kSlots ? 1 : i < 2 * kSlots ? kSlotReaders : chunk >= x_barriers ? kWarps : kStagedX > 0 ? 1 : to_keep;
+    barrier_init(map.full + 8 * i, arrivals);
   }
+  barrier_init_fence();
 }
 
 // One warp: the weights, slot by slot; lane r asks for row tile r of the row block.

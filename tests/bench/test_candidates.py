@@ -41,7 +41,7 @@ def test_the_families_come_before_their_second_members() -> None:
     desc = Case(4096, 4096, 8).desc(H200)
     found = candidates(desc, limit=12)
     assert found == candidates(desc, limit=40)[:12]
-    divisions = {(c.row_warps, c.split_warps, c.token_warps, c.ring, c.warpgroups) for c in found}
+    divisions = {(c.row_warps, c.split_warps, c.token_warps, c.ring, c.warpgroups, c.min_blocks) for c in found}
     assert len(divisions) == 12
 
 

@@ -32,6 +32,8 @@ WARPS = (4, 16)
 IN_FLIGHT = (40 << 10, 64 << 10, 96 << 10, 128 << 10)
 _BYTES_IN_FLIGHT = 104 << 10
 _MOST_SLOTS = 16
+#: Shared memory that the driver keeps of each resident block.
+_RESERVED_BYTES = 1 << 10
 
 
 def candidates(desc: W3Desc, *, limit: int = 40) -> list[W3Config]:
@@ -49,6 +51,7 @@ def candidates(desc: W3Desc, *, limit: int = 40) -> list[W3Config]:
             config.token_warps,
             config.ring,
             config.warpgroups,
+            config.min_blocks,
         )
         families[family].append((_cost(desc, config), config))
     ranked = [
@@ -88,9 +91,14 @@ def _sound(desc: W3Desc) -> Iterator[W3Config]:
         )
         for candidate in _divisions(desc, config):
             try:
-                yield make_plan(desc, candidate).config  # a small matrix gets fewer blocks
+                plan = make_plan(desc, candidate)
             except UnsupportedError:
                 continue
+            yield plan.config  # a small matrix gets fewer blocks
+            half = 2 * (plan.shared_bytes + _RESERVED_BYTES) <= device.shared_bytes + _RESERVED_BYTES
+            if half and ring in (KEPT, STREAMED) and warps <= 8 and device.bulk:
+                # room for the next launch beside this one: it fetches its first weights while this one ends
+                yield replace(plan.config, min_blocks=2)
 
 
 def _divisions(desc: W3Desc, config: W3Config) -> Iterator[W3Config]:
