@@ -132,7 +132,7 @@ def parts(shape: str, tokens: int) -> dict[str, object]:
     size = parse_shape(shape)
     case = Case(size.rows, size.columns, tokens)
     desc = case.desc(limits(0))
-    plan = plan_of(desc, table_of(device_name(0)))
+    plan = plan_of(desc, table_of(device_name(0), desc.device.arch))
     device = torch.device("cuda", 0)
     weights = random_weights(case.spec, device=device)
     sets = weights.copies(copies_for(case.spec.nbytes, l2_bytes=l2_bytes(0)))

@@ -93,7 +93,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         monkeypatch.setattr(module, "need_gpu", lambda *_: None)
         monkeypatch.setattr(module, "limits", lambda _: H200)
         monkeypatch.setattr(module, "device_name", lambda _: "NVIDIA H200")
-        monkeypatch.setattr(module, "table_of", lambda _: None)
+        monkeypatch.setattr(module, "table_of", lambda _name, _arch: None)
         monkeypatch.setattr(module, "provenance", lambda *_: SOURCE)
         monkeypatch.setattr(module, "graph_time", made.graph_time)
         monkeypatch.setattr(module, "load_all", made.load_all)

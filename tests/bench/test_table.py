@@ -10,11 +10,12 @@ import pytest
 
 from w3pack.bench.table import merged, table_at, write_table
 from w3pack.errors import ResourceError
-from w3pack.ops.w3_config import W3Config
+from w3pack.ops.w3_config import DeviceLimits, W3Config
 from w3pack.ops.w3_table import Entry, Table, read_table
 
 CONFIG = W3Config(token_tiles=1, row_warps=2, split_warps=4, token_warps=1, slots=4, ring=0, blocks=132)
-EMPTY = Table(device="X", entries=(), prefill_from=())
+LIMITS = DeviceLimits("sm_90a", 132, 227 << 10)
+EMPTY = Table(device="X", entries=(), prefill_from=(), arch="sm_90a", multiprocessors=132)
 
 
 def entry(rows: int, tokens: int, microseconds: float = 1.0, **changes: Any) -> Entry:
@@ -24,16 +25,18 @@ def entry(rows: int, tokens: int, microseconds: float = 1.0, **changes: Any) -> 
 
 
 def test_a_missing_file_is_an_empty_table(tmp_path: Path) -> None:
-    assert table_at(tmp_path / "none.json", device="X") == EMPTY
+    assert table_at(tmp_path / "none.json", device="X", limits=LIMITS) == EMPTY
 
 
 def test_written_and_read_again(tmp_path: Path) -> None:
     path = tmp_path / "tables" / "x.json"
-    table = merged(Table("X", (), ((4096, 4096, 129),)), [entry(64, 8), entry(64, 1, x_dtype="bfloat16")])
+    table = merged(
+        Table("X", (), ((4096, 4096, 129),), "sm_90a", 132), [entry(64, 8), entry(64, 1, x_dtype="bfloat16")]
+    )
     write_table(path, table, provenance={"torch": "2.11"})
-    assert table_at(path, device="another") == read_table(path) == table
+    assert table_at(path, device="another", limits=LIMITS) == read_table(path) == table
     first = path.read_bytes()
-    write_table(path, table_at(path, device="X"), provenance={"torch": "2.11"})
+    write_table(path, table_at(path, device="X", limits=LIMITS), provenance={"torch": "2.11"})
     assert path.read_bytes() == first
     document = json.loads(first)
     assert [found["tokens"] for found in document["entries"]] == [1, 8]
@@ -73,7 +76,7 @@ def test_another_file_is_refused_and_left_alone(tmp_path: Path, text: str) -> No
     path = tmp_path / "x.json"
     path.write_text(text)
     with pytest.raises(ResourceError, match=r"expected .* got"):
-        table_at(path, device="X")
+        table_at(path, device="X", limits=LIMITS)
     assert path.read_text() == text
 
 

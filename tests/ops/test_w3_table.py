@@ -6,14 +6,18 @@ import copy
 import dataclasses
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from w3pack.errors import ResourceError
+from w3pack.jit import ARCHS
 from w3pack.ops import w3_table
-from w3pack.ops.w3_config import W3Config
+from w3pack.ops.configs import DEVICES
+from w3pack.ops.w3_config import DeviceLimits, W3Config, W3Desc
+from w3pack.ops.w3_decide import measured
 from w3pack.ops.w3_table import config_from_json, config_to_json, from_json, read_table, table_of, table_path, to_json
 
 DOCUMENT: dict[str, Any] = {
@@ -171,4 +175,20 @@ def test_no_table_is_no_damage(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_tables_of_the_package_are_sound() -> None:
     for path in table_path("x").parent.glob("*.json"):
-        assert table_path(read_table(path).device) == path
+        table = read_table(path)
+        assert table_path(table.device) == path
+        assert table.arch in ARCHS
+        assert table.multiprocessors > 0
+
+
+def test_a_device_without_a_table_takes_that_of_its_architecture() -> None:
+    borrowed = table_of("NVIDIA H100 PCIe", "sm_90a")
+    assert borrowed is not None
+    assert borrowed.device == "NVIDIA H200"
+    assert table_of("NVIDIA A100", "sm_80") is None
+    smaller = DeviceLimits("sm_90a", 114, 227 << 10)
+    desc = W3Desc(8, 28672, 8192, 128, "dense", "int8", "linear", "float16", smaller)
+    own = table_of("NVIDIA H200")
+    (here, *_), (there, *_) = measured(desc, borrowed), measured(replace(desc, device=DEVICES["sm_90a"]), own)
+    assert (here.blocks, there.blocks) == (114, 132)
+    assert replace(here, blocks=132) == there

@@ -149,7 +149,7 @@ def _kernels(device: DeviceLimits, index: int, found: Diagnosis) -> list[dict[st
     """Where the kernels of a small and of a big Linear come from, and how long building them took."""
     rows: list[dict[str, Any]] = []
     for case in (SMALL, BIG):
-        plan = plan_of(case.desc(device), table_of(device_name(index)))
+        plan = plan_of(case.desc(device), table_of(device_name(index), device.arch))
         for text in (plan.decode, plan.stage):
             if text is None:
                 continue

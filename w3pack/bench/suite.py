@@ -102,7 +102,7 @@ def run(
     need_gpu("a benchmark", device_index)
     with torch.cuda.device(device_index):
         bench = Bench(device_index, limits(device_index))
-        table = table_of(device_name(device_index))
+        table = table_of(device_name(device_index), limits(device_index).arch)
         plans = {case: plan_of(case.desc(bench.limits), table) for case in cases if case.tokens <= MAX_TOKENS}
         _build(plans.values(), device_index)
         entries, prefill = [], []

@@ -14,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from w3pack.errors import ResourceError
+from w3pack.ops.w3_config import DeviceLimits
 from w3pack.ops.w3_table import Entry, Table, read_table, to_json
 
 
-def table_at(path: Path, *, device: str) -> Table:
-    """The table of a file, or an empty one for `device` while there is no file.
+def table_at(path: Path, *, device: str, limits: DeviceLimits) -> Table:
+    """The table of a file, or an empty one for `device` while there is no file; what the device is comes from `limits`.
 
     Raises:
         ResourceError: a file that cannot be read or is no table.
     """
-    return read_table(path) if path.exists() else Table(device=device, entries=(), prefill_from=())
+    table = read_table(path) if path.exists() else Table(device=device, entries=(), prefill_from=())
+    return replace(table, arch=limits.arch, multiprocessors=limits.multiprocessors)
 
 
 def merged(table: Table, entries: Iterable[Entry]) -> Table:

@@ -118,7 +118,7 @@ def tune(
         path = output or table_path(name)
         source = provenance(device_index, command)
         any_x = len({case.x_dtype for case in cases}) == 1
-        write_table(path, table_at(path, device=name), provenance=source)
+        write_table(path, table_at(path, device=name, limits=bench.limits), provenance=source)
         tuned, failed = [], []
         for case in cases:
             try:
@@ -127,7 +127,7 @@ def tune(
                 failed.append(f"{case}: {error}")
             else:
                 tuned.append(found)
-                table = merged(table_at(path, device=name), [found.entry(for_any_x=any_x)])
+                table = merged(table_at(path, device=name, limits=bench.limits), [found.entry(for_any_x=any_x)])
                 write_table(path, table, provenance=source)
             if progress is not None:
                 progress(str(case))
@@ -146,7 +146,7 @@ def tune_case(bench: Bench, case: Case, *, limit: int = 40) -> Tuned:
         UnsupportedError: no candidate is sound.
     """
     desc = case.desc(bench.limits)
-    chosen = plan_of(desc, table_of(device_name(bench.device_index))).config
+    chosen = plan_of(desc, table_of(device_name(bench.device_index), desc.device.arch)).config
     configs = list(dict.fromkeys([chosen, *candidates(desc, limit=BUILT_FOR_ONE * limit)]))
     plans = {config: make_plan(desc, config) for config in configs}
     refused: Counter[str] = Counter()

@@ -43,7 +43,7 @@ class Form:
         except UnsupportedError as error:
             self.give_up(error)
             return
-        self._table = table_of(devices.device_name(device_index))
+        self._table = table_of(devices.device_name(device_index), self._limits.arch)
         self.dense_from = dense_from(self._desc(MAX_TOKENS), self._table)
 
     def portions(self, tokens: int) -> list[int]:

@@ -96,7 +96,14 @@ def measured(desc: W3Desc, table: Table | None) -> list[W3Config]:
         and bucket_of(entry.tokens) == bucket
         and (distance := _distance(desc, entry.rows, entry.columns)) <= _FAR
     ]
-    return [] if table is None else [table.entries[index].config for _, _, index in sorted(near)]
+    return [] if table is None else [_scaled(table.entries[index].config, table, desc) for _, _, index in sorted(near)]
+
+
+def _scaled(config: W3Config, table: Table, desc: W3Desc) -> W3Config:
+    """A config measured on a device with another number of multiprocessors: as many blocks for each of them."""
+    if table.multiprocessors in (0, desc.device.multiprocessors):
+        return config
+    return replace(config, blocks=max(1, config.blocks * desc.device.multiprocessors // table.multiprocessors))
 
 
 def heuristic(desc: W3Desc) -> Iterator[W3Config]:

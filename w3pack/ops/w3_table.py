@@ -1,6 +1,6 @@
 """Measured choices for one device: tables/<device>.json, written by the tuner, read here and trusted in nothing.
 
-    {"format": 1, "device": "NVIDIA H200",
+    {"format": 1, "device": "NVIDIA H200", "arch": "sm_90a", "multiprocessors": 132,
      "entries": [{"rows": 4096, "columns": 4096, "tokens": 8, "layout": "dense", "qmap_dtype": "int8", "map_kind": "linear",
                   "scale_sets": 1, "x_dtype": "float16" (may be left out: any), "config": {...}, "microseconds": 5.1}, ...],
      "prefill_from": {"4096x4096": 129, ...}}
@@ -64,11 +64,17 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """All that was measured on a device; `prefill_from` as (rows, columns, tokens)."""
+    """All that was measured on a device; `prefill_from` as (rows, columns, tokens).
+
+    `arch` and `multiprocessors` say what the device is, so that the table can serve others of its architecture; "" and 0 if it
+    does not say.
+    """
 
     device: str
     entries: tuple[Entry, ...]
     prefill_from: tuple[tuple[int, int, int], ...]
+    arch: str = ""
+    multiprocessors: int = 0
 
 
 def table_path(name: str) -> Path:
@@ -78,11 +84,17 @@ def table_path(name: str) -> Path:
 
 
 @functools.cache
-def table_of(name: str) -> Table | None:
-    """The device's table; None where there is none, or (with one warning) where it is damaged."""
+def table_of(name: str, arch: str = "") -> Table | None:
+    """The device's own table, else one of another device of its architecture.
+
+    None where there is neither, or (with one warning) where it is damaged.
+    """
     path = table_path(name)
     try:
-        return read_table(path) if path.is_file() else None
+        if path.is_file():
+            return read_table(path)
+        others = (read_table(other) for other in sorted(path.parent.glob("*.json"))) if arch else iter(())
+        return next((table for table in others if table.arch == arch), None)
     except ResourceError as error:
         _LOG.warning("%s; until then kernels are chosen without measurements", error)
         return None
@@ -121,14 +133,18 @@ def from_json(document: Any, path: Path) -> Table:
         device=_text(document, "device", None, path),
         entries=tuple(_entry(_mapping(entry, path, "an entry"), path) for entry in entries),
         prefill_from=tuple(_crossover(shape, prefill, path) for shape in prefill),
+        arch=_text(document, "arch", None, path) if "arch" in document else "",
+        multiprocessors=_number(document, "multiprocessors", 1, 1 << 16, path) if "multiprocessors" in document else 0,
     )
 
 
 def to_json(table: Table) -> dict[str, Any]:
     """Inverse of `from_json`."""
+    known = {"arch": table.arch, "multiprocessors": table.multiprocessors}
     return {
         "format": FORMAT,
         "device": table.device,
+        **{name: value for name, value in known.items() if value},
         "entries": [
             {name: value for name, value in asdict(entry).items() if value is not None} for entry in table.entries
         ],
