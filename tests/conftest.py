@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -30,3 +33,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def golden() -> Path:
     """Folder of the byte-exact vectors."""
     return Path(__file__).parent / "golden"
+
+
+@pytest.fixture(scope="session")
+def foreign() -> ModuleType:
+    """The slow packers of other 3-bit formats (`foreign_packers.py`)."""
+    spec = importlib.util.spec_from_file_location("foreign_packers", Path(__file__).parent / "foreign_packers.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module

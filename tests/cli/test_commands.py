@@ -25,7 +25,7 @@ from w3pack.errors import (
 )
 
 Cli = Callable[..., Any]
-COMMANDS = ("quantize", "inspect", "verify", "generate", "bench", "tune", "doctor", "autoload")
+COMMANDS = ("quantize", "inspect", "verify", "eval", "generate", "bench", "tune", "doctor", "autoload")
 UP = "model.layers.0.mlp.up_proj"
 INDEX = "model.safetensors.index.json"
 FAST = ("--only", UP, "--qmap", "nf3")

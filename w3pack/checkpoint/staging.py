@@ -43,7 +43,12 @@ def free_bytes(path: Path) -> int:
 
 
 class Staging:
-    """The unfinished output. `record` entries of finished shards survive an interruption and come back on resume."""
+    """The unfinished output.
+
+    Attributes:
+        records: an entry for each finished shard; they survive an interruption and come back on resume.
+        work: the same for files that only the run itself needs (`finish_work`); they never reach the output.
+    """
 
     def __init__(self, output: Path, *, fingerprint: str, overwrite: bool, resume: bool) -> None:
         """Claim `output`.
@@ -62,6 +67,7 @@ class Staging:
         self._fingerprint = fingerprint
         self._lock: weakref.finalize[[int], Staging] | None = None
         self.records: dict[str, Any] = {}
+        self.work: dict[str, Any] = {}
         self._created = False
         try:
             if self._previous.exists() and not output.exists():  # stopped between the two renames of `publish`
@@ -70,7 +76,9 @@ class Staging:
             self._claim(overwrite=overwrite, resume=resume)
         except BaseException as error:
             self.let_go()
-            if self._created and not self.records:  # a disk that filled with the first journal leaves nothing behind
+            if (
+                self._created and not self.records and not self.work
+            ):  # a disk that filled with the first journal leaves nothing behind
                 shutil.rmtree(self.folder, ignore_errors=True)
             if isinstance(error, OSError):
                 raise disk_error(error, self.output) from error
@@ -80,7 +88,7 @@ class Staging:
         if self.folder.exists():
             self._lock_folder()
             if resume:
-                self.records = self._read_journal()
+                self.records, self.work = self._read_journal()
                 self._remove_all_but_records()
             elif overwrite:
                 shutil.rmtree(self.folder)
@@ -98,7 +106,7 @@ class Staging:
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._lock is None:
             self._lock_folder()
-        if not self.records:
+        if not self.records and not self.work:
             self._write_journal()
 
     def _lock_folder(self) -> None:
@@ -145,7 +153,7 @@ class Staging:
                 "choose another place with -o or remove it yourself"
             )
 
-    def _read_journal(self) -> dict[str, Any]:
+    def _read_journal(self) -> tuple[dict[str, Any], dict[str, Any]]:
         try:
             journal = read_json(self.folder / _JOURNAL)
         except CheckpointError as error:
@@ -157,13 +165,15 @@ class Staging:
                 f"expected the same source, arguments and versions of w3pack and transformers as the unfinished work in {self.folder}, got others; "
                 "repeat the first command with --resume, or pass --overwrite to start anew"
             )
-        shards = journal.get("shards")
-        if not isinstance(shards, dict) or not all(self._intact(file, record) for file, record in shards.items()):
-            raise UsageError(
-                f"expected the finished shards of {self.folder}, got some that are gone or damaged; "
-                "pass --overwrite to start anew"
-            )
-        return shards
+        found: list[dict[str, Any]] = []
+        for finished in (journal.get("shards"), journal.get("work", {})):
+            if not isinstance(finished, dict) or not all(self._intact(*entry) for entry in finished.items()):
+                raise UsageError(
+                    f"expected the finished files of {self.folder}, got some that are gone or damaged; "
+                    "pass --overwrite to start anew"
+                )
+            found.append(finished)
+        return found[0], found[1]
 
     def _intact(self, file: str, record: Any) -> bool:
         try:
@@ -175,14 +185,14 @@ class Staging:
         for entry in self.folder.iterdir():
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
-            elif entry.name != _JOURNAL and entry.name not in self.records:
+            elif entry.name != _JOURNAL and entry.name not in self.records and entry.name not in self.work:
                 entry.unlink()
 
     def abandon(self) -> None:
         """After a failure: remove what cannot be continued, which is everything when no shard was finished."""
         try:
             if self.folder.exists():
-                if self.records:
+                if self.records or self.work:
                     self._remove_all_but_records()
                 else:
                     shutil.rmtree(self.folder)
@@ -191,20 +201,30 @@ class Staging:
             _LOG.warning("could not remove all of %s: %s", self.folder, error)
 
     def _write_journal(self) -> None:
-        write_json(self.folder / _JOURNAL, {"fingerprint": self._fingerprint, "shards": self.records})
+        journal = {"fingerprint": self._fingerprint, "shards": self.records}
+        write_json(self.folder / _JOURNAL, {**journal, "work": self.work} if self.work else journal)
 
-    def open_shard(self, file: str, tensors: Iterable[TensorInfo]) -> ShardWriter:
+    def open_shard(
+        self, file: str, tensors: Iterable[TensorInfo], *, metadata: Mapping[str, str] | None = None
+    ) -> ShardWriter:
         """A writer for one shard, under a name that no loader looks for until `finish_shard`."""
-        return ShardWriter(self.folder / f"{file}.partial", tensors)
+        return ShardWriter(self.folder / f"{file}.partial", tensors, metadata=metadata)
 
     def finish_shard(self, file: str, record: Any) -> None:
         """Give a closed shard its name and enter `record` (JSON) in the journal."""
+        self._finish(file, record, self.records)
+
+    def finish_work(self, file: str, record: Any) -> None:
+        """`finish_shard` for a file that `publish` removes; its name should begin with a dot."""
+        self._finish(file, record, self.work)
+
+    def _finish(self, file: str, record: Any, records: dict[str, Any]) -> None:
         try:
             (self.folder / f"{file}.partial").replace(self.folder / file)
             sync_folder(self.folder)
         except OSError as error:
             raise disk_error(error, self.folder / file) from error
-        self.records[file] = record
+        records[file] = record
         self._write_journal()
 
     def copy(self, companions: Mapping[str, Path]) -> None:
@@ -245,7 +265,8 @@ class Staging:
                 if self._previous.exists() and not self.output.exists():
                     self._previous.rename(self.output)
                 raise
-            (self.output / _JOURNAL).unlink()
+            for file in (*self.work, _JOURNAL):
+                (self.output / file).unlink()
             sync_folder(self.output.parent)
             if self._previous.exists():
                 shutil.rmtree(self._previous)

@@ -14,7 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from w3pack import __version__
-from w3pack.cli import autoload, bench, doctor, generate, inspect, quantize, tune, verify
+from w3pack.cli import autoload, bench, doctor, fuse_gateup, generate, import_, inspect, quantize, tune, verify
+from w3pack.cli import eval as eval_command
 from w3pack.errors import W3PackError
 
 EXIT_UNEXPECTED = 1
@@ -59,8 +60,20 @@ class _InterruptedRun(W3PackError):
         return "interrupted, and nothing half-written was left as output; if a file was finished, the same command with --resume goes on from there"
 
 
-for _command in (quantize, inspect, verify, generate, bench, tune, doctor, autoload):
-    app.command(_command.__name__.rpartition(".")[2])(_guarded(_command.command))
+for _command in (
+    quantize,
+    import_,
+    fuse_gateup,
+    inspect,
+    verify,
+    eval_command,
+    generate,
+    bench,
+    tune,
+    doctor,
+    autoload,
+):
+    app.command(_command.__name__.rpartition(".")[2].rstrip("_").replace("_", "-"))(_guarded(_command.command))
 
 
 def _version(wanted: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from w3pack.cli import render
+from w3pack.cli.calibration_options import Datasets, EffortChoice, Length, Samples
 from w3pack.cli.progress import bar, quiet_libraries
 from w3pack.cli.values import Layout, QmapDtype, QmapPer, parse_bytes, pick_device
 
@@ -26,6 +27,10 @@ def command(
         QmapDtype | None, typer.Option(help="Default int8, or float16 if a fixed map needs it.")
     ] = None,
     qmap_per: Annotated[QmapPer, typer.Option(help="One map for each Linear, or for each row.")] = QmapPer.tensor,
+    dataset: Datasets = [],  # noqa: B006
+    nsamples: Samples = 128,
+    seqlen: Length = 512,
+    effort: EffortChoice = None,
     skip: Names = [],  # noqa: B006 - typer copies it
     only: Names = [],  # noqa: B006
     lm_head: Annotated[bool, typer.Option("--lm-head", help="Quantise the lm_head too.")] = False,
@@ -34,7 +39,7 @@ def command(
         typer.Option(min=0, max=1, help="Fail below this share of the decoder. Default 0.9; 0 with --skip or --only."),
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest output file.")] = "5GB",
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the learning sample.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the samples of weights and of text.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     workers: Annotated[int | None, typer.Option(min=1, help="Threads; the bytes do not depend on it.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
@@ -46,11 +51,12 @@ def command(
     json: Annotated[bool, typer.Option("--json", help="Report as JSON on stdout.")] = False,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress bar.")] = False,
 ) -> None:
-    """Quantise a model to 3 bits, without calibration data.
+    """Quantise a model to 3 bits, without data or calibrated on text.
 
-    Example: `w3pack quantize Qwen/Qwen3-0.6B -o qwen3-w3`
+    Example: `w3pack quantize Qwen/Qwen3-0.6B -o qwen3-w3 --dataset text.jsonl`
     """
     quiet_libraries()
+    from w3pack.integrations.calibration import prepare_calibration
     from w3pack.integrations.loadable import loadable_for
     from w3pack.integrations.sources import open_source
     from w3pack.pipeline.plan import QuantizeOptions
@@ -63,17 +69,15 @@ def command(
     )  # fmt: skip
     with open_source(model) as source:
         job = prepare_job(source, options, loadable=loadable_for(source))
+        calibration = prepare_calibration(
+            job, effort=effort.value if effort else None, datasets=dataset, samples=nsamples, length=seqlen
+        )
         if dry_run:
-            render.plan(job, output, layers=layers, as_json=json)
+            render.plan(job, output, layers=layers, as_json=json, calibration=calibration, workers=workers or 1)
             return
         with bar(total=job.plan.weights, unit="w", quiet=quiet or json) as progress:
             report = run(
-                job,
-                output,
-                overwrite=overwrite,
-                resume=resume,
-                workers=workers,
-                device=pick_device(device),
-                progress=progress,
-            )
+                job, output, overwrite=overwrite, resume=resume, workers=workers, device=pick_device(device),
+                progress=progress, calibration=calibration,
+            )  # fmt: skip
     render.report(report, as_json=json)

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:  # these import torch, and `w3pack --help` need not wait for it
+    from w3pack.pipeline.calibrate import Calibration
     from w3pack.pipeline.plan import PlannedTensor
     from w3pack.pipeline.quantize_model import Job
     from w3pack.pipeline.report import Report
@@ -45,10 +46,14 @@ def _megabytes(nbytes: float) -> str:
     return f"{nbytes / 1e6:,.1f} MB" if nbytes < 1e10 else f"{nbytes / 1e9:,.2f} GB"
 
 
-def plan(job: Job, output: Path, *, layers: bool, as_json: bool) -> None:
+def plan(
+    job: Job, output: Path, *, layers: bool, as_json: bool, calibration: Calibration | None = None, workers: int = 1
+) -> None:
     """The plan of a run: every tensor (alike ones of several layers in one line unless `layers`), then the sums."""
     from w3pack.checkpoint.staging import free_bytes
+    from w3pack.pipeline.calibrate import memory_bytes
 
+    memory = memory_bytes(job, calibration, workers=workers) if calibration else job.plan.memory_bytes
     planned, free = job.plan, free_bytes(output)
     needed = planned.output_bytes + job.copied_bytes
     if as_json:
@@ -64,7 +69,8 @@ def plan(job: Job, output: Path, *, layers: bool, as_json: bool) -> None:
                 "coverage": planned.coverage,
                 "source_bytes": planned.source_bytes,
                 "output_bytes": needed,
-                "memory_bytes": planned.memory_bytes,
+                "memory_bytes": memory,
+                "calibration": {"effort": calibration.effort, **calibration.facts} if calibration else None,
                 "free_bytes": free,
                 "copied_files": sorted(job.source.companion_files()),
                 "notes": list(planned.notes),
@@ -93,10 +99,16 @@ def plan(job: Job, output: Path, *, layers: bool, as_json: bool) -> None:
         ("Bits per weight", f"{planned.bits_per_weight:.3f} with scales, maps and padding"),
         ("Coverage", f"{planned.coverage:.1%} of the decoder's matrix weights"),
         ("Size", f"{_megabytes(planned.source_bytes)} -> {_megabytes(needed)} in {len(planned.shards)} file(s)"),
-        ("Peak memory", f"at most {_megabytes(planned.memory_bytes)}"),
+        ("Peak memory", f"at most {_megabytes(memory)}"),
         ("Free at output", f"{_megabytes(free)}{'' if free > needed else ': NOT ENOUGH'}"),
-        notes=planned.notes,
+        *(_calibration_facts({"effort": calibration.effort, **calibration.facts}) if calibration else ()),
+        notes=[*planned.notes, *(calibration.notes if calibration else ())],
     )
+
+
+def _calibration_facts(facts: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    texts = ", ".join(str(text["name"]) for text in facts["texts"])
+    return (("Calibration", f"effort {facts['effort']}, {facts['samples']} x {facts['length']} tokens of {texts}"),)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -152,9 +164,29 @@ def report(done: Report, *, as_json: bool) -> None:
             f"{_megabytes(done.source_bytes)} -> {_megabytes(done.output_bytes)}, of it {_megabytes(done.bits_per_weight * done.weights / 8)} packed",
         ),
         ("Worst layer", f"{done.worst[0][0]} (relative error {done.worst[0][1]:.4f})"),
+        *(_calibrated(done.calibration) if done.calibration else ()),
         ("Time", f"{done.seconds:.1f} s, {done.weights_per_second / 1e6:.1f} million weights/s"),
         notes=done.notes,
     )
+
+
+def _calibrated(facts: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    """What calibration was and found."""
+    lines = list(_calibration_facts(facts))
+    worst = facts["most_sensitive_first"][:3]
+    if worst:
+        losses = ", ".join(
+            f"{name} ({facts['losses'][name][0]:.4f} -> {facts['losses'][name][1]:.4f})" for name in worst
+        )
+        lines.append(("Most sensitive", f"{losses}: relative loss of the outputs without data -> calibrated"))
+    errors = [error for error in facts["block_errors"] if error is not None]
+    if errors:
+        lines.append(("Blocks", f"outputs off by {min(errors):.3f} to {max(errors):.3f} of what each block adds"))
+    if facts["without_tokens"]:
+        lines.append(
+            ("Without tokens", f"{len(facts['without_tokens'])} Linears, such as {facts['without_tokens'][0]}")
+        )
+    return tuple(lines)
 
 
 def inspection(found: dict[str, Any], *, layers: bool, as_json: bool) -> None:
@@ -220,7 +252,7 @@ def verification(result: Verification, *, as_json: bool) -> None:
             table.add_row(_plain(name), f"{error:.4f}")
         console.print(table)
     console.print(
-        f"OK: {result.modules} packed Linears, {result.tensors} tensors, {result.digests} digests"
+        f"OK: {result.modules} packed modules, {result.tensors} tensors, {result.digests} digests"
         f"{', every layer measured against the source' if result.errors else ''}"
     )
     for note in result.notes:

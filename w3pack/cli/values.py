@@ -26,6 +26,15 @@ class QmapDtype(StrEnum):
     float16 = "float16"
 
 
+class Effort(StrEnum):
+    """Values of --effort."""
+
+    none = "none"
+    diagonal = "diagonal"
+    fast = "fast"
+    default = "default"
+
+
 class XDtype(StrEnum):
     """Values of --dtype."""
 

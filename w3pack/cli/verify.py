@@ -26,13 +26,17 @@ def command(
     """
     quiet_libraries()
     from w3pack.integrations.sources import open_source
-    from w3pack.pipeline.packed import open_packed
+    from w3pack.pipeline.fused import holds_fused, open_fused, verify_fused
+    from w3pack.pipeline.packed import PackedCheckpoint, open_packed
     from w3pack.pipeline.verify_checkpoint import verify_checkpoint
 
+    fused = holds_fused(checkpoint)
+    verify = verify_fused if fused else verify_checkpoint
     with ExitStack() as stack:
-        packed = open_packed(checkpoint)
-        total = len(packed.source.tensors) + (len(packed.config.modules) if against else 0)
+        packed = open_fused(checkpoint) if fused else open_packed(checkpoint)
+        layers = len(packed.config.modules) if against and isinstance(packed, PackedCheckpoint) else 0
+        total = len(packed.source.tensors) + layers
         source = stack.enter_context(open_source(against)) if against else None
         advance = stack.enter_context(bar(total=total, unit="tensor", quiet=quiet or json))
-        result = verify_checkpoint(checkpoint, against=source, progress=lambda name: advance(name, 1))
+        result = verify(checkpoint, against=source, progress=lambda name: advance(name, 1))
     render.verification(result, as_json=json)

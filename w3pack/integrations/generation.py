@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from w3pack.errors import CheckpointError, UsageError
+from w3pack.pipeline.fused import holds_fused, open_fused
 from w3pack.pipeline.packed import open_packed
 
 
@@ -51,7 +52,7 @@ def generate(
         CheckpointError: not a packed checkpoint, damaged, or without a tokenizer.
         UsageError: `chat` for a tokenizer that has no chat template.
     """
-    open_packed(folder)
+    (open_fused if holds_fused(folder) else open_packed)(folder)
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 

@@ -76,6 +76,25 @@ def missing_parameters(model: Any, names: Collection[str]) -> list[str]:
     return [name for name, _ in model.named_parameters() if name not in supplied and name not in tied]
 
 
+def stored_names(model: Any, names: Collection[str]) -> dict[str, str]:
+    """Path of a parameter or stored buffer -> the checkpoint's name of it, where one tensor is the whole of it.
+
+    Those that transformers merges from several tensors or splits off are left out.
+    """
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    conversions = _conversions(model)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    state = model.state_dict()
+    found: dict[str, str] = {}
+    for name in names:
+        renamed, source = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if source is None and renamed in state:
+            found[renamed] = name
+    return found
+
+
 def describe_experts(module: nn.Module) -> ExpertStack | None:
     """What `W3Experts` needs to know of a transformers experts module; None for anything it does not compute.
 

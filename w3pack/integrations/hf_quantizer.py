@@ -20,21 +20,24 @@ from w3pack.checkpoint.validate import check_files
 from w3pack.errors import CheckpointError, UnsupportedError
 from w3pack.format import names
 from w3pack.format.config import QUANT_METHOD, W3Config
+from w3pack.format.gateup import SCALES, WEIGHT, GateUpConfig, is_fused
 from w3pack.integrations.hf_names import describe_experts, name_resolver
 from w3pack.integrations.registration import register
 from w3pack.runtime.build import check_loaded, replace_modules
 from w3pack.runtime.experts import W3Experts
+from w3pack.runtime.fp8_linear import Fp8Module
 from w3pack.runtime.linear import W3Linear
 
 _STACKED = re.compile(r"experts\.(gate_up_proj|down_proj)$")
 
 
 class W3QuantizationConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transformers is not typed
-    """The `quantization_config` of config.json; `w3` is its typed form."""
+    """The `quantization_config` of config.json; `typed` is what it says, of 3-bit Linears or of fused FP8 pairs."""
 
     def __init__(self, **entries: Any) -> None:
         self.quant_method = QUANT_METHOD
-        self.w3 = W3Config.from_dict({"quant_method": QUANT_METHOD, **entries})
+        said = {"quant_method": QUANT_METHOD, **entries}
+        self.typed: W3Config | GateUpConfig = (GateUpConfig if is_fused(said) else W3Config).from_dict(said)
         self._entries = dict(entries)
 
     def to_dict(self) -> dict[str, Any]:
@@ -46,9 +49,18 @@ class W3QuantizationConfig(QuantizationConfigMixin):  # type: ignore[misc]  # tr
 
 
 class W3HfQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Loads what `w3pack quantize` wrote."""
+    """Loads what `w3pack quantize` wrote; `FusedHfQuantizer`, which it turns into, what `w3pack fuse-gateup` wrote."""
 
     requires_calibration = True  # transformers' word for: this method only loads, it does not quantise on the fly
+
+    def __new__(cls, quantization_config: W3QuantizationConfig | None = None, **kwargs: Any) -> W3HfQuantizer:
+        """One method name, two forms of checkpoint: transformers knows methods only. A copy is made without a config."""
+        if quantization_config is not None and isinstance(quantization_config.typed, GateUpConfig):
+            from w3pack.integrations.hf_fused import FusedHfQuantizer
+
+            cls = FusedHfQuantizer
+        made: W3HfQuantizer = super().__new__(cls)
+        return made
 
     def __init__(self, quantization_config: W3QuantizationConfig, **kwargs: Any) -> None:
         if not kwargs.get("pre_quantized", True):
@@ -64,22 +76,28 @@ class W3HfQuantizer(HfQuantizer):  # type: ignore[misc]
         self._base = ""
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        config: W3Config = self.quantization_config.w3
         files = [Path(file) for file in kwargs.get("checkpoint_files") or []]
         if files and all(file.suffix == ".safetensors" for file in files):
-            check_files(files, config)
+            self._check_files(files)
         wanted = kwargs.get("dtype")
         dtype = wanted if isinstance(wanted, torch.dtype) else torch.get_default_dtype()
-        self._paths = replace_modules(
-            model, config, resolve=name_resolver(model), describe=describe_experts, dtype=dtype
-        )
+        self._paths = self._replace(model, dtype)
         self._dtypes = _planned_dtypes(model, dtype)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._base = model.base_model_prefix
         if any(isinstance(module, W3Experts) for module in model.modules()):
             self._stacks = [path for path, module in model.named_modules() if describe_experts(module) is not None]
-        _ignore_guard(model, self._paths[config.guard])
+        _ignore_guard(model, self._paths[self.quantization_config.typed.guard])
         return model
+
+    def _check_files(self, files: list[Path]) -> None:
+        """CheckpointError unless headers and config belong together."""
+        check_files(files, self.quantization_config.typed)
+
+    def _replace(self, model: Any, dtype: torch.dtype) -> dict[str, str]:
+        """Put packed modules into the skeleton; checkpoint name -> path in the model."""
+        config = self.quantization_config.typed
+        return replace_modules(model, config, resolve=name_resolver(model), describe=describe_experts, dtype=dtype)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         missing = _never_loaded(model)
@@ -92,7 +110,7 @@ class W3HfQuantizer(HfQuantizer):  # type: ignore[misc]
         _cast(model, self._dtypes)
         check_loaded(model, is_offloaded=lambda module: hasattr(module, "_hf_hook"))  # accelerate's mark
         for module in model.modules():
-            if isinstance(module, W3Linear):  # transformers makes every float that it loads trainable
+            if isinstance(module, W3Linear | Fp8Module):  # transformers makes every float that it loads trainable
                 module.requires_grad_(False)
         return model
 
@@ -107,7 +125,7 @@ class W3HfQuantizer(HfQuantizer):  # type: ignore[misc]
     ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """The model's tensors and the guard, so that a saved checkpoint is as safe to load as the first."""
         state = model.state_dict()
-        guard = self._paths[self.quantization_config.w3.guard]
+        guard = self._paths[self.quantization_config.typed.guard]
         state[names.guard_tensor(guard)] = torch.frombuffer(bytearray(names.GUARD_TEXT), dtype=torch.uint8)
         return state, {}
 
@@ -159,8 +177,8 @@ def _planned_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
     stored = {
         f"{path}.{part}"
         for path, module in model.named_modules()
-        if isinstance(module, W3Linear)
-        for part in names.PACKED
+        if isinstance(module, W3Linear | Fp8Module)
+        for part in (names.PACKED if isinstance(module, W3Linear) else (WEIGHT, SCALES))
     }
     plan = {re.compile(key.replace("*", ".*")): to for key, to in model._get_dtype_plan(dtype).items()}
     return {

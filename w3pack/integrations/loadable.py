@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,8 +16,11 @@ from w3pack.pipeline.plan import Loadable
 from w3pack.runtime.build import why_not_loadable
 
 
-def skeleton(config: Mapping[str, Any]) -> Any:
+def skeleton(config: Mapping[str, Any], *, buffers: bool = False) -> Any:
     """The model of a config on the meta device: its modules and shapes without any memory.
+
+    With `buffers`, tables such as those of rotary embeddings are computed, so that modules can be filled and run, and all
+    parameters are float32.
 
     Raises:
         UnsupportedError: a model_type or architecture that the installed transformers does not know.
@@ -35,10 +39,13 @@ def skeleton(config: Mapping[str, Any]) -> Any:
         parsed = CONFIG_MAPPING[model_type].from_dict(entries)
         architecture = (config.get("architectures") or [None])[0]
         model_class = getattr(transformers, architecture or "", None)
+        build = getattr(model_class, "_from_config", transformers.AutoModelForCausalLM.from_config)
+        if buffers:
+            empty: Any = import_module("accelerate").init_empty_weights
+            with empty(include_buffers=False):
+                return build(parsed, dtype=torch.float32)
         with torch.device("meta"):
-            if model_class is not None and hasattr(model_class, "_from_config"):
-                return model_class._from_config(parsed)
-            return transformers.AutoModelForCausalLM.from_config(parsed)
+            return build(parsed)
     except MemoryError:
         raise
     except Exception as error:  # model classes check their config in whatever way they like

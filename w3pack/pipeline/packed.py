@@ -12,9 +12,10 @@ import torch
 from w3pack.checkpoint.paths import read_json
 from w3pack.checkpoint.safetensors_source import SafetensorsSource
 from w3pack.checkpoint.validate import check_tensors
-from w3pack.errors import CheckpointError
+from w3pack.errors import CheckpointError, UnsupportedError
 from w3pack.format import names
 from w3pack.format.config import W3Config
+from w3pack.format.gateup import is_fused
 from w3pack.format.linear import LinearSpec
 
 
@@ -43,12 +44,18 @@ def open_packed(folder: Path) -> PackedCheckpoint:
     Raises:
         UsageError: there is no such folder.
         CheckpointError: not a w3pack checkpoint, damaged, or incomplete.
+        UnsupportedError: one of fused FP8 pairs.
     """
     source = SafetensorsSource(folder)
     entry = source.config.get("quantization_config")
     if not isinstance(entry, dict):
         raise CheckpointError(
             f"expected a checkpoint that w3pack has packed, got {folder} without quantization_config; quantize it first"
+        )
+    if is_fused(entry):
+        raise UnsupportedError(
+            f"expected a checkpoint of 3-bit Linears, got the fused FP8 pairs of {folder}; transformers, `w3pack inspect`, "
+            "`w3pack verify` and `w3pack fuse-gateup --split` read those"
         )
     config = W3Config.from_dict(entry)
     check_tensors(source.tensors, config)

@@ -4,7 +4,8 @@
     for each shard: for each tensor: read, (dequantise,) quantise, pack, write, digest     <- resumable after each shard
     write index, manifest and config -> let the folder appear
 
-Nothing here holds more than one tensor of the source at a time.
+Nothing here holds more than one tensor of the source at a time. A calibrated run first quantises the blocks in the order of
+the model (`w3pack.pipeline.calibrate`); then the shards are written out of its files.
 """
 
 from __future__ import annotations
@@ -23,23 +24,22 @@ from w3pack import __version__
 from w3pack.checkpoint.source import Source, TensorInfo
 from w3pack.checkpoint.staging import Staging, free_bytes
 from w3pack.checkpoint.tensor_file import DTYPES, ShardWriter, digest
-from w3pack.errors import CheckpointError, ResourceError, UsageError
+from w3pack.errors import ResourceError, UsageError
 from w3pack.format import names
 from w3pack.format.config import W3Config
 from w3pack.format.layout import FORMAT_VERSION
-from w3pack.format.linear import LinearSpec
-from w3pack.pack.words import pack_codes, pack_scales, pad_qmap
+from w3pack.pipeline.calibrate import Calibration, calibrate, read_work, work_files
+from w3pack.pipeline.one_linear import check_finite as check_finite
+from w3pack.pipeline.one_linear import measure_error as measure_error
+from w3pack.pipeline.one_linear import pack, quantize_weight
+from w3pack.pipeline.one_linear import read_float as read_float
 from w3pack.pipeline.plan import Loadable, Plan, PlannedTensor, QuantizeOptions, make_plan, settings_fingerprint
 from w3pack.pipeline.qmaps import QmapChoice, read_qmaps
 from w3pack.pipeline.report import ModuleError, Report, kind_rows
-from w3pack.quantize import QuantizedLinear, QuantizeSettings, quantize_data_free
-from w3pack.quantize.fp8_blocks import dequantize_blocks
-from w3pack.reference import w3
 
 #: Called when a Linear is done, with its module name and its number of weights.
 Progress = Callable[[str, int], None]
 
-_ROWS_AT_ONCE = 1 << 22
 _SPARE_BYTES = 64 << 20
 
 
@@ -85,6 +85,7 @@ def run(
     workers: int | None = None,
     device: str = "cpu",
     progress: Progress | None = None,
+    calibration: Calibration | None = None,
 ) -> Report:
     """Execute a job; the checkpoint appears at `output` when everything is on the disk, and not before.
 
@@ -93,20 +94,27 @@ def run(
         workers: threads; the result does not depend on it. None: as many as torch uses.
         device: where tensors are quantised, "cpu" or "cuda".
         progress: told of each finished Linear.
+        calibration: effort and data; None quantises without data.
 
     Raises:
-        W3PackError: one of its children, see `w3pack.errors`; finished shards stay beside `output` for `resume`.
+        W3PackError: one of its children, see `w3pack.errors`; finished shards and blocks stay beside `output` for `resume`.
     """
     started = time.monotonic()
     _check_place(job, output)
     parts = (job.source.fingerprint(), settings_fingerprint(job.options, version=__version__), job.qmaps.fingerprint())
     # the plan as well: another transformers may find other modules loadable, and finished shards would not fit it
     plan = hashlib.sha256(repr(job.plan.shards).encode("utf-8", "backslashreplace")).hexdigest()
+    if calibration is not None:
+        plan += f" {hashlib.sha256(calibration.fingerprint().encode()).hexdigest()}"
     fingerprint = " ".join((*parts, plan, device.partition(":")[0]))
     staging = Staging(output, fingerprint=fingerprint, overwrite=overwrite, resume=resume)
     try:
         _check_space(job, staging)
         staging.copy(job.source.companion_files())
+        facts: dict[str, Any] | None = None
+        if calibration is not None:
+            threads = workers or torch.get_num_threads()
+            facts = calibrate(job, calibration, staging, workers=threads, device=device, progress=progress)
         done = _write_shards(job, staging, workers=workers, device=device, progress=progress)
         records = staging.records
         errors = {
@@ -114,17 +122,20 @@ def run(
             for shard in records.values()
             for name, entry in shard["modules"].items()
         }
-        staging.publish(_documents(job, records, errors))
+        staging.publish(_documents(job, records, errors, facts))
     except BaseException:  # an interruption too
         staging.abandon()
         raise
     seconds = time.monotonic() - started
-    return _report(job, output, errors, seconds=seconds, done=done)
+    return _report(
+        job, output, errors, seconds=seconds, done=done, facts=facts, notes=calibration.notes if calibration else ()
+    )
 
 
 def _write_shards(job: Job, staging: Staging, *, workers: int | None, device: str, progress: Progress | None) -> int:
     """Write the shards that are not there yet; returns the weights quantised."""
     done = 0
+    finished = work_files(staging.work)
     for file, tensors in job.plan.shards.items():
         if file in staging.records:
             continue
@@ -134,6 +145,10 @@ def _write_shards(job: Job, staging: Staging, *, workers: int | None, device: st
                 text = torch.frombuffer(bytearray(names.GUARD_TEXT), dtype=torch.uint8)
                 _write(writer, record, name=job.plan.guard.name, data=text)
             for tensor in tensors:
+                if tensor.spec is not None and tensor.module in finished:
+                    _take(staging, finished[tensor.module], tensor.module, writer=writer, record=record)
+                    done += tensor.spec.weights
+                    continue
                 _process(job, tensor, writer=writer, record=record, workers=workers, device=device)
                 if tensor.spec is not None:
                     done += tensor.spec.weights
@@ -192,11 +207,7 @@ def _process(
             seed=job.options.seed,
             workers=workers,
         )
-        packed = {
-            names.CODES: pack_codes(result.codes, tensor.spec),
-            names.SCALES: pack_scales(result.scales, tensor.spec),
-            names.QMAP: pad_qmap(result.qmap, tensor.spec),
-        }
+        packed = pack(result, tensor.spec)
         del result
         error = measure_error(weight, packed, spec=tensor.spec)
         del weight
@@ -214,6 +225,13 @@ def _process(
         _write(writer, record, name=name, data=data)
 
 
+def _take(staging: Staging, file: str, module: str, *, writer: ShardWriter, record: dict[str, Any]) -> None:
+    """Write a Linear that calibration has packed already."""
+    for part, data in read_work(staging, file, module).items():
+        _write(writer, record, name=names.tensor(module, part), data=data)
+    record["modules"][module] = staging.work[file]["modules"][module]
+
+
 def _write(writer: ShardWriter, record: dict[str, Any], *, name: str, data: torch.Tensor) -> None:
     writer.write(name, data)
     record["tensors"][name] = {
@@ -223,87 +241,13 @@ def _write(writer: ShardWriter, record: dict[str, Any], *, name: str, data: torc
     }
 
 
-def read_float(source: Source, tensor: PlannedTensor, *, block: tuple[int, int] | None) -> torch.Tensor:
-    """A source weight as float32 on the CPU; FP8 blocks multiplied by their scales.
-
-    Raises:
-        CheckpointError: NaN or infinite weights.
-    """
-    data = source.read(tensor.source.name)
-    if tensor.scales is not None and block is not None:
-        data = dequantize_blocks(data, source.read(tensor.scales), block=block)
-    data = data.to(torch.float32)
-    check_finite(data, tensor.source.name)
-    return data
-
-
-def check_finite(data: torch.Tensor, name: str) -> None:
-    """CheckpointError naming the tensor when a float in it is NaN or infinite."""
-    if not (data.is_floating_point() or data.is_complex()):
-        return
-    for part in data.reshape(-1).split(_ROWS_AT_ONCE):
-        finite = torch.isfinite(part.to(torch.float32) if part.dtype.itemsize == 1 else part)
-        if not bool(finite.all()):
-            raise CheckpointError(
-                f"expected finite weights in {name}, got {int((~finite).sum())} NaN or infinite ones or more; "
-                "the checkpoint is damaged, download it again"
-            )
-
-
-def quantize_weight(
-    weight: torch.Tensor,
-    spec: LinearSpec,
-    *,
-    module: str,
-    qmap: torch.Tensor | None = None,
-    seed: int = 0,
-    workers: int | None = None,
-) -> QuantizedLinear:
-    """Codes, map and scales of one Linear, back on the CPU.
-
-    This is the one place where a calibrated solver will take over from the data-free one.
-
-    Args:
-        weight: float32 [rows, columns], any device.
-        spec: shape, group size and map form wanted.
-        module: name for messages.
-        qmap: float32 [8] to keep, or None to learn one.
-    """
-    settings = QuantizeSettings(
-        group_size=spec.group_size,
-        qmap_dtype=torch.int8 if spec.qmap_dtype == "int8" else torch.float16,
-        qmap_per="tensor" if spec.maps == 1 else "row",
-        seed=seed,
-    )
-    try:
-        result = quantize_data_free(weight, settings, qmap=qmap, workers=workers or torch.get_num_threads())
-    except CheckpointError as error:
-        raise CheckpointError(f"{module}: {error}") from error
-    return replace(result, codes=result.codes.cpu(), qmap=result.qmap.cpu(), scales=result.scales.cpu())
-
-
-def measure_error(weight: torch.Tensor, packed: Mapping[str, torch.Tensor], *, spec: LinearSpec) -> ModuleError:
-    """Squared sums of error and weight, of the packed tensors as they are stored.
-
-    Sums run over one row at a time in float64 and then over the list of rows, so that not even the last bit depends on
-    the number of threads.
-
-    Args:
-        weight: float32 [rows, columns] on the CPU.
-        packed: `codes`, `scales` and `qmap` of the Linear.
-    """
-    squared_error = squared_weight = 0.0
-    blocks = w3.dequantized_blocks(packed[names.CODES], packed[names.SCALES], packed[names.QMAP], spec=spec)
-    for rows, block in blocks:
-        squared_error += sum((block - weight[rows]).square_().sum(dim=1, dtype=torch.float64).tolist())
-        squared_weight += sum(weight[rows].square().sum(dim=1, dtype=torch.float64).tolist())
-    return ModuleError(squared_error=squared_error, squared_weight=squared_weight)
-
-
-def _documents(job: Job, records: Mapping[str, Any], errors: Mapping[str, ModuleError]) -> dict[str, Any]:
+def _documents(
+    job: Job, records: Mapping[str, Any], errors: Mapping[str, ModuleError], facts: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """Manifest, index and config, in the order in which they are to be written."""
     plan, specs = job.plan, job.plan.modules
     stored = {name: entry for shard in records.values() for name, entry in shard["tensors"].items()}
+    found = {name: entry for shard in records.values() for name, entry in shard["modules"].items()}
     weight_map = {name: file for file in plan.shards for name in records[file]["tensors"]}
     config = {key: value for key, value in job.source.config.items() if key != "quantization_config"}
     if isinstance(config.get("text_config"), dict):
@@ -315,6 +259,7 @@ def _documents(job: Job, records: Mapping[str, Any], errors: Mapping[str, Module
         "version": __version__,
         "source": {"location": Path(job.source.location).name or job.source.location, "notes": list(job.source.notes)},
         "settings": _settings(job.options),
+        **({} if facts is None else {"calibration": {key: value for key, value in facts.items() if key != "losses"}}),
         "coverage": round(plan.coverage, 6),
         "modules": {
             name: {
@@ -322,7 +267,7 @@ def _documents(job: Job, records: Mapping[str, Any], errors: Mapping[str, Module
                 "relative_error": errors[name].relative,
                 "snr_db": errors[name].snr_db,
                 "qmap_origin": job.qmaps.origin_of(name),
-                "scales_origin": "searched, data-free",
+                **_calibrated(found[name]),
             }
             for name, spec in specs.items()
         },
@@ -339,6 +284,14 @@ def _documents(job: Job, records: Mapping[str, Any], errors: Mapping[str, Module
     return documents
 
 
+def _calibrated(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What the manifest says of how a Linear's scales and codes were found."""
+    story = entry.get("calibration")
+    if story is None or story["effort"] == "none":
+        return {"scales_origin": "searched, data-free"}
+    return {"scales_origin": f"calibrated, {story['effort']}", "calibration": story}
+
+
 def _settings(options: QuantizeOptions) -> dict[str, Any]:
     return {
         "group_size": options.group_size,
@@ -353,7 +306,16 @@ def _settings(options: QuantizeOptions) -> dict[str, Any]:
     }
 
 
-def _report(job: Job, output: Path, errors: Mapping[str, ModuleError], *, seconds: float, done: int) -> Report:
+def _report(
+    job: Job,
+    output: Path,
+    errors: Mapping[str, ModuleError],
+    *,
+    seconds: float,
+    done: int,
+    facts: dict[str, Any] | None,
+    notes: tuple[str, ...] = (),
+) -> Report:
     specs = job.plan.modules
     worst = sorted(((name, errors[name].relative) for name in specs), key=lambda pair: -pair[1])[:3]
     return Report(
@@ -368,5 +330,6 @@ def _report(job: Job, output: Path, errors: Mapping[str, ModuleError], *, second
         seconds=seconds,
         weights_per_second=done / seconds if seconds else 0.0,
         worst=tuple(worst),
-        notes=job.plan.notes,
+        notes=(*job.plan.notes, *notes),
+        calibration=facts,
     )

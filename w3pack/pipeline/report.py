@@ -59,6 +59,7 @@ class Report:
     weights_per_second: float
     worst: tuple[tuple[str, float], ...]
     notes: tuple[str, ...]
+    calibration: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""

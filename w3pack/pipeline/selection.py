@@ -33,6 +33,12 @@ def in_decoder(name: str) -> bool:
     return _LAYER.search(name) is not None and not any(word in part for part in parts for word in _OTHER_TOWERS)
 
 
+def block_of(name: str) -> str:
+    """The numbered layer that a tensor of the text decoder belongs to, such as "model.layers.3."; "" for one outside."""
+    match = _LAYER.search(name)
+    return name[: match.end()] if match is not None and in_decoder(name) else ""
+
+
 def is_matrix(info: TensorInfo) -> bool:
     """Whether the tensor counts as matrix weights of the decoder for the coverage figure."""
     return len(info.shape) >= 2 and info.dtype in FLOATS and in_decoder(info.name) and not info.name.endswith(".bias")

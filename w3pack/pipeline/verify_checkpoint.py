@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def verify_checkpoint(
         VerificationError: a digest, a value or an error figure is not what it should be; names the tensor.
     """
     packed = open_packed(folder)
-    digests = _check_digests(packed, progress)
+    digests = check_digests(packed.source, packed.manifest, progress)
     for module, spec in packed.config.modules.items():
         _check_values(packed, module, spec)
     errors = {} if against is None else _check_errors(packed, against, progress)
@@ -62,18 +62,23 @@ def verify_checkpoint(
     )
 
 
-def _check_digests(packed: PackedCheckpoint, progress: Callable[[str], None] | None) -> int:
-    recorded = packed.manifest.get("tensors", {})
-    found = packed.source.tensors
+def check_digests(source: Source, manifest: Mapping[str, Any], progress: Callable[[str], None] | None) -> int:
+    """Compare every tensor with the manifest, if there is one, and check its values; returns the digests compared.
+
+    Raises:
+        VerificationError: naming a tensor that is not listed, not there, changed, or not finite.
+    """
+    recorded = manifest.get("tensors", {})
+    found = source.tensors
     missing = [name for name in recorded if name not in found]
-    strange = [name for name in found if packed.manifest and name not in recorded]
+    strange = [name for name in found if manifest and name not in recorded]
     if missing or strange:
         raise VerificationError(
             f"expected the tensors that the manifest lists, got {len(missing)} missing and {len(strange)} more, "
             f"such as {(missing + strange)[0]}; copy the checkpoint again"
         )
     for name in found:
-        data = packed.source.read(name)
+        data = source.read(name)
         if recorded and (recorded[name].get("dtype"), recorded[name].get("shape")) != _form(data):
             raise VerificationError(
                 f"expected {name} of {recorded[name].get('dtype')} {recorded[name].get('shape')} as the manifest says, "

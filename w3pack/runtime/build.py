@@ -48,13 +48,13 @@ def why_not_loadable(
     """None when `module` of the checkpoint, of `rows` x `columns`, can be replaced in `model`; otherwise the reason."""
     expert = names.expert_of(module)
     if expert is not None:
-        stack = _find(model, resolve(expert[0]))
+        stack = find(model, resolve(expert[0]))
         described = None if stack is None else describe(stack)
         if described is not None:
             return _why_not_expert(described, number=expert[1], projection=expert[2], shape=(rows, columns))
         if stack is not None and not isinstance(stack, nn.ModuleList):
             return f"the model class holds {type(stack).__name__}, experts that w3pack cannot run"
-    found = _find(model, resolve(module))
+    found = find(model, resolve(module))
     if found is None:
         return "the model class has no such module"
     if type(found) is not nn.Linear:
@@ -75,14 +75,16 @@ def _why_not_expert(stack: ExpertStack, *, number: int, projection: str, shape: 
     return None
 
 
-def _find(model: nn.Module, path: str) -> nn.Module | None:
+def find(model: nn.Module, path: str) -> nn.Module | None:
+    """The module at `path`, or None."""
     try:
         return model.get_submodule(path)
     except AttributeError:
         return None
 
 
-def _place(model: nn.Module, path: str, module: nn.Module) -> None:
+def place(model: nn.Module, path: str, module: nn.Module) -> None:
+    """Put `module` where `path` leads."""
     parent, _, leaf = path.rpartition(".")
     setattr(model.get_submodule(parent), leaf, module)
 
@@ -104,7 +106,7 @@ def replace_modules(
         expert = names.expert_of(name)
         if (
             expert is not None
-            and (stack := _find(model, resolve(expert[0]))) is not None
+            and (stack := find(model, resolve(expert[0]))) is not None
             and describe(stack) is not None
         ):
             path = resolve(expert[0])
@@ -118,9 +120,9 @@ def replace_modules(
                 "load it with the class named in config.json"
             )
         placed[name] = resolve(name)
-        _place(model, placed[name], W3Linear(spec, dtype=dtype, device="meta"))
+        place(model, placed[name], W3Linear(spec, dtype=dtype, device="meta"))
     for path, experts in stacks.items():
-        _place(model, path, _packed_experts(model, path, experts, describe=describe, dtype=dtype))
+        place(model, path, _packed_experts(model, path, experts, describe=describe, dtype=dtype))
     return placed
 
 

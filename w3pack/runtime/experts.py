@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from w3pack.errors import UnsupportedError
+from w3pack.format.gateup import FUSED_LEAF
 
 #: Names that checkpoints give to (gate, up, down).
 PROJECTIONS: tuple[tuple[str, str, str], ...] = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
@@ -60,8 +61,35 @@ class W3Experts(nn.ModuleDict):
                 continue
             tokens, slot = torch.where(top_k_index == number)
             expert = self[str(number)]
-            x = hidden[tokens]
-            gate = self.activation(getattr(expert, self.gate)(x))
-            out = getattr(expert, self.down)(gate * getattr(expert, self.up)(x))
+            out = self.run_expert(expert, hidden[tokens])
             result.index_add_(0, tokens, (out * top_k_weights[tokens, slot, None]).to(result.dtype))
         return result
+
+    def run_expert(self, expert: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """One expert's output for its tokens, [tokens, hidden size]."""
+        gate = self.activation(getattr(expert, self.gate)(x))
+        out: torch.Tensor = getattr(expert, self.down)(gate * getattr(expert, self.up)(x))
+        return out
+
+
+class FusedExperts(W3Experts):
+    """Experts that hold `gate_up_proj` and down, or gate, up and down where those could not be fused."""
+
+    def __init__(
+        self,
+        experts: list[Expert],
+        activation: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        projections: tuple[str, str, str],
+    ) -> None:
+        nn.ModuleDict.__init__(self, {str(number): expert for number, expert in enumerate(experts)})
+        self.activation = activation
+        self.gate, self.up, self.down = projections
+
+    def run_expert(self, expert: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """One expert's output for its tokens, [tokens, hidden size]."""
+        fused = getattr(expert, FUSED_LEAF, None)
+        if fused is None:
+            return super().run_expert(expert, x)
+        out: torch.Tensor = getattr(expert, self.down)(fused(x))
+        return out

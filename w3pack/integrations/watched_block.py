@@ -1,0 +1,245 @@
+"""One block of a decoder, run over batches of hidden states with an eye on the inputs of its Linears."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from w3pack.errors import UnsupportedError
+from w3pack.format import names
+from w3pack.pipeline.decoder import Input, MakeMoment, Moment, Moments
+from w3pack.quantize.chunks import one_torch_thread
+
+Result = TypeVar("Result")
+#: Told of the input of a module: its name and [..., columns].
+Watch = Callable[[str, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a block is called with beside the hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class _Seen(Exception):
+    """Ends the run of a batch through the block: all that was wanted has been seen."""
+
+
+def tensor_of(output: Any) -> torch.Tensor:
+    """The hidden states in what a block returns."""
+    result: torch.Tensor = output[0] if isinstance(output, tuple | list) else output
+    return result
+
+
+class WatchedBlock:
+    """A `Block` (w3pack.pipeline.decoder)."""
+
+    def __init__(
+        self,
+        block: nn.Module,
+        linears: Mapping[str, Any],
+        *,
+        batches: Sequence[torch.Tensor],
+        call: Call,
+        device: torch.device,
+        workers: int,
+        name: str,
+    ) -> None:
+        """A filled block.
+
+        Args:
+            linears: module to quantise -> nn.Linear within the block.
+            batches: views [batch, length, width] of the hidden states, which `advance` overwrites.
+            call: the other arguments, for one batch.
+            workers: batches worked on at once.
+            name: for messages.
+        """
+        self._block, self._linears = block, dict(linears)
+        self._batches, self._call = batches, call
+        self._device, self._workers, self._name = device, workers, name
+        self._noted: torch.Tensor | None = None
+        self._local = threading.local()
+
+    def _run(self, batch: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            return tensor_of(self._block(batch.to(self._device), *self._call.args, **self._call.kwargs))
+
+    @contextmanager
+    def _watching(self, modules: Sequence[str]) -> Iterator[None]:
+        """Tell the watch of the running thread of the inputs of `modules`."""
+
+        def hook_for(module: str) -> Callable[..., None]:
+            def hook(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+                self._local.watch(module, args[0])
+
+            return hook
+
+        handles = [self._linears[module].register_forward_pre_hook(hook_for(module)) for module in modules]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def stages(self) -> tuple[tuple[Input, ...], ...]:
+        """See `Block`."""
+        seen: dict[str, torch.Tensor] = {}  # held until the end: no two inputs may share an address
+        self._local.watch = seen.setdefault
+        with one_torch_thread(), self._watching(list(self._linears)):
+            self._noted = self._run(self._batches[0])
+        if not bool(torch.isfinite(self._noted).all()):
+            raise UnsupportedError(
+                f"expected finite activations after {self._name}, got NaN or infinity; use --effort none, or other data"
+            )
+        inputs: dict[tuple[Any, ...], list[str]] = {}
+        experts: dict[tuple[str, str], None] = {}
+        for module, tensor in seen.items():
+            expert = names.expert_of(module)
+            key: tuple[Any, ...]
+            if expert is not None:
+                key = ("expert", expert[0])
+                experts.setdefault((expert[0], expert[2]))
+            else:
+                key = (tensor.data_ptr(), tuple(tensor.shape))
+            inputs.setdefault(key, []).append(module)
+        stages: list[tuple[Input, ...]] = []
+        for key, modules in inputs.items():
+            if key[0] == "expert":
+                stages.extend(self._expert_stages(key[1], seen))
+            else:
+                stages.append((self._input(tuple(modules)),))
+        known = {module for stage in stages for one in stage for module in one.modules}
+        for module in self._linears:
+            if module not in known:  # never called
+                stages.append((self._input((module,)),))
+        return tuple(stages)
+
+    def _input(self, modules: tuple[str, ...], pool: str | None = None) -> Input:
+        return Input(modules=modules, columns=self._linears[modules[0]].in_features, pool=pool)
+
+    def _expert_stages(self, stack: str, seen: Mapping[str, torch.Tensor]) -> Iterator[tuple[Input, ...]]:
+        """Projections that share an input in the experts seen do so in all experts, called or not."""
+        projections: dict[tuple[Any, ...], dict[str, None]] = {}
+        for module, tensor in seen.items():
+            expert = names.expert_of(module)
+            if expert is not None and expert[0] == stack:
+                key = (tensor.shape[-1], self._first_user(stack, expert[1], tensor, seen))
+                projections.setdefault(key, {}).setdefault(expert[2])
+        numbers: dict[int, None] = {}
+        for module in self._linears:
+            expert = names.expert_of(module)
+            if expert is not None and expert[0] == stack:
+                numbers.setdefault(expert[1])
+        for (_, first), together in projections.items():
+            stage = []
+            for number in sorted(numbers):
+                modules = tuple(module for name in together if (module := f"{stack}.{number}.{name}") in self._linears)
+                if modules:
+                    stage.append(self._input(modules, pool=f"{stack}.*.{first}"))
+            yield tuple(stage)
+
+    @staticmethod
+    def _first_user(stack: str, number: int, tensor: torch.Tensor, seen: Mapping[str, torch.Tensor]) -> str:
+        """The projection of this expert that was the first to be fed with `tensor`."""
+        return next(
+            expert[2]
+            for module, other in seen.items()
+            if (expert := names.expert_of(module)) is not None
+            and expert[:2] == (stack, number)
+            and other.data_ptr() == tensor.data_ptr()
+        )
+
+    def moments(self, inputs: tuple[Input, ...], make: MakeMoment) -> Moments:
+        """See `Block`."""
+        by_module = {one.modules[0]: one for one in inputs}
+        pools = {one.pool: one.columns for one in inputs if one.pool is not None}
+        # all experts of a pool count for it, whether or not they are among `inputs`
+        others = [module for module in self._linears if self._pool_of(module) in pools]
+        watched = list(dict.fromkeys([*by_module, *others]))
+        alone = len(watched) == 1
+
+        def work(batch: torch.Tensor) -> Moments:
+            own: dict[Input, Moment] = {}
+            pooled: dict[str, Moment] = {}
+
+            def watch(module: str, tensor: torch.Tensor) -> None:
+                moment = make(tensor.shape[-1])
+                try:
+                    moment.add(tensor)
+                except UnsupportedError as error:
+                    raise UnsupportedError(f"{module}: {error}") from error
+                pool = self._pool_of(module)
+                if pool is not None:
+                    if pool not in pooled:
+                        pooled[pool] = make(tensor.shape[-1])
+                    pooled[pool].merge(moment)
+                if module in by_module:
+                    own[by_module[module]] = moment
+                if alone:
+                    raise _Seen
+
+            self._local.watch = watch
+            with suppress(_Seen):
+                self._run(batch)
+            return own, pooled
+
+        totals = {one: make(one.columns) for one in inputs}
+        pool_totals = {pool: make(columns) for pool, columns in pools.items()}
+        with self._watching(watched):
+            for own, pooled in self._each(work):
+                for one, moment in own.items():
+                    totals[one].merge(moment)
+                for pool, moment in pooled.items():
+                    pool_totals[pool].merge(moment)
+        return totals, pool_totals
+
+    def _pool_of(self, module: str) -> str | None:
+        expert = names.expert_of(module)
+        return None if expert is None else f"{expert[0]}.*.{expert[2]}"
+
+    def _each(self, work: Callable[[torch.Tensor], Result]) -> Iterator[Result]:
+        """`work` on every batch, results in order, at most as many at once as there are workers."""
+        with one_torch_thread():
+            if self._workers == 1:
+                yield from map(work, self._batches)
+                return
+            with ThreadPoolExecutor(
+                self._workers, "w3pack-calibrate", initializer=torch.set_num_threads, initargs=(1,)
+            ) as pool:
+                for first in range(0, len(self._batches), self._workers):
+                    yield from pool.map(work, self._batches[first : first + self._workers])
+
+    def set_weight(self, module: str, weight: torch.Tensor) -> None:
+        """See `Block`."""
+        parameter: torch.Tensor = self._linears[module].weight
+        with torch.inference_mode():
+            parameter.copy_(weight)
+
+    def error(self) -> float | None:
+        """See `Block`."""
+        if self._noted is None:
+            return None
+        with one_torch_thread():
+            batch, now = self._batches[0].to(self._device), self._run(self._batches[0])
+            changed = (now.double() - self._noted.double()).norm()
+            added = (self._noted.double() - batch.double()).norm()
+        return float(changed / added) if float(added) else None
+
+    def advance(self) -> None:
+        """See `Block`."""
+
+        def work(batch: torch.Tensor) -> None:
+            with torch.inference_mode():
+                batch.copy_(self._run(batch))
+
+        for _ in self._each(work):
+            pass
