@@ -48,6 +48,7 @@ _BATCH_TOKENS = 2048
 _ACTIVATIONS = 6
 _FACTORS = 6
 _COPIES = 8
+_TOKENIZING = 800 << 20  # the tokenizer at work, and what allocators of several threads keep
 _ENOUGH_TOKENS = 65536  # for the usual damping; it falls with the root of their number
 _SMALLEST_DAMPING = 0.01
 
@@ -139,6 +140,7 @@ def memory_bytes(job: Job, calibration: Calibration, *, workers: int) -> int:
     block = max((size for name, size in blocks.items() if name), default=0)
     return (
         BASE_MEMORY
+        + _TOKENIZING
         + hidden
         + max(2 * outside, block + max(moments, MOMENT_BYTES if _has_experts(job) else 0) + batch + solver)
     )

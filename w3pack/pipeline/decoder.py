@@ -126,7 +126,7 @@ class Walk(Protocol):
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """For the manifest: dtype of the activations, where they lie, peak memory."""
+        """For the manifest: what decides the bytes beside the data, such as the dtype of the activations."""
         ...
 
     def block(self, number: int) -> AbstractContextManager[Block]:
