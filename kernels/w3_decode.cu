@@ -28,10 +28,10 @@
 // A launch may begin while its predecessor in the stream ends: weights are asked for at once, everything that an earlier kernel
 // may have written (x, the staged activations, the workspace, y's memory) is touched after wait_for_predecessors() only.
 //
-// Rejected, each measured: requests for weights by the working warps themselves (a third of their instructions), one slot for each
-// worker (the thread that asks for them became the limit), staging before the main loop (a quarter of the time), polling all of a
-// partial sum instead of one word of it (takes bandwidth from blocks still at work), the last row block's products in flight into
-// the next step (ptxas then serialises every wgmma). Rejected without a trial: red.global for the sums (order, and so bits, vary),
+// Rejected after a trial: requests for weights by the working warps themselves (a third of their instructions), one slot for each
+// worker (5 % slower at 28672 x 8192), staging before the main loop (with the rest of the prologue a quarter of the warps' samples),
+// the last row block's products in flight into the next step (ptxas then serialises every wgmma). Polling one word of a partial sum
+// instead of all of it made no difference that could be seen; it moves fewer bytes. Rejected without a trial: red.global for the sums (order, and so bits, vary),
 // counters with "last block adds up" (one more fence and round trip), clusters (they leave 4 of 132 multiprocessors idle).
 #include "w3_feed.cuh"
 #include "w3_finish.cuh"
