@@ -83,8 +83,11 @@ W3_DEVICE float reciprocal_estimate(float value) {
   return out;
 }
 
+// Opaque, so that the compiler keeps the address and does not work it out again at every use.
 W3_DEVICE u32 shared_address(const void* pointer) {
-  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+  u32 address = static_cast<u32>(__cvta_generic_to_shared(pointer));
+  asm volatile("" : "+r"(address));
+  return address;
 }
 
 W3_DEVICE Vec4 load_shared(u32 address) {
@@ -113,6 +116,14 @@ W3_DEVICE Float4 load_shared_float4(u32 address) {
 
 W3_DEVICE void store_shared_floats(u32 address, Float4 v) {
   asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+
+W3_DEVICE void store_shared(u32 address, Vec4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+W3_DEVICE void store_shared_float(u32 address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
 
 // Reads that other thread blocks may still be writing to: relaxed at device scope, so never answered from L1.
@@ -232,3 +243,43 @@ W3_DEVICE void wait_for_predecessors() {
 W3_DEVICE void launch_dependents() {}
 W3_DEVICE void wait_for_predecessors() {}
 #endif
+
+// Four E4M3 numbers -> float16, exactly: bytes 0 and 1 in `low`, bytes 2 and 3 in `high`. One instruction for two numbers (sm_89 on).
+W3_DEVICE void e4m3_to_halves(u32 bytes, u32& low, u32& high) {
+  asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b; }"
+      : "=r"(low), "=r"(high)
+      : "r"(bytes));
+}
+
+// A float that no kernel changes while this one runs.
+W3_DEVICE float load_constant(const float* pointer) {
+  float out;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(out) : "l"(pointer));
+  return out;
+}
+
+// What the copy engine knows of a matrix, made by cuTensorMapEncodeTiled; a kernel parameter.
+struct alignas(64) TensorMap {
+  u64 opaque[16];
+};
+
+#if __CUDA_ARCH__ >= 900
+W3_DEVICE void prefetch_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// One instruction moves a box of a matrix, whose first byte stands at (column, row), and counts its bytes at `barrier`. What lies
+// beyond the matrix arrives as zeros and is counted too.
+W3_DEVICE void copy_box(u32 shared, const TensorMap& map, int column, int row, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(shared),
+               "l"(&map), "r"(column), "r"(row), "r"(barrier)
+               : "memory");
+}
+#endif
+
+// Two floats as two E4M3, round to nearest even, saturating: `low` in the low byte (sm_89 on).
+W3_DEVICE u32 floats_to_e4m3(float low, float high) {
+  u32 out;
+  asm("{ .reg .b16 h; cvt.rn.satfinite.e4m3x2.f32 h, %1, %2; cvt.u32.u16 %0, h; }" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+}

@@ -18,7 +18,7 @@
 // every bit.
 //
 // Inside a thread block the working warp (r, k, w) takes row tile r of the row block, every kSplitWarps-th step from k, and token
-// tiles of its own. Weights come through one ring of slots in shared memory that an extra warp keeps full with bulk copies (w3_feed.cuh);
+// tiles of its own. Weights come through one ring of slots in shared memory that extra warps keep full with bulk copies (w3_feed.cuh);
 // a slot holds kSlotSteps steps of every row tile. Codes go from the slot into registers, through `prmt`, into the matrix
 // instructions (w3_words.cuh, w3_multiply.cuh); the sums of a step are multiplied by the group's scale and added up in float32.
 //
@@ -28,11 +28,14 @@
 // A launch may begin while its predecessor in the stream ends: weights are asked for at once, everything that an earlier kernel
 // may have written (x, the staged activations, the workspace, y's memory) is touched after wait_for_predecessors() only.
 //
-// Rejected after a trial: requests for weights by the working warps themselves (a third of their instructions), one slot for each
-// worker (5 % slower at 28672 x 8192), staging before the main loop (with the rest of the prologue a quarter of the warps' samples),
-// the last row block's products in flight into the next step (ptxas then serialises every wgmma). Polling one word of a partial sum
-// instead of all of it made no difference that could be seen; it moves fewer bytes. Rejected without a trial: red.global for the sums (order, and so bits, vary),
-// counters with "last block adds up" (one more fence and round trip), clusters (they leave 4 of 132 multiprocessors idle).
+// Rejected after a trial: requests for weights by the working warps themselves (a third of their instructions), by one warp for all
+// (it waits for its turn among busy workers, 3 microseconds at 28672 x 8192), one slot for each worker (5 % slower), staging before the
+// main loop (with the rest of the prologue a quarter of the warps' samples), the last row block's products in flight into the next step
+// (ptxas then serialises every wgmma), shifts as multiplications (another pipe, but 8 % slower), the next launch's first weights
+// fetched into the L2 cache by w3_stage.cu (20 to 40 % slower), polling one word of a partial sum for all lanes (lanes are answered
+// eight at a time: the word's own lane could put the pattern back before others had seen it, and they waited for ever). Rejected
+// without a trial: red.global for the sums (order, and so bits, vary), counters with "last block adds up" (one more fence and round
+// trip), clusters (they leave 4 of 132 multiprocessors idle).
 #include "w3_feed.cuh"
 #include "w3_finish.cuh"
 
@@ -40,13 +43,14 @@
 W3_DEVICE void work(const Params& p, const Walk& walk, const SharedMap& map, char* shared, int warp, int lane) {
   const int row_warp = warp % kRowWarps, split_warp = warp / kRowWarps % kSplitWarps, token_warp = warp / (kRowWarps * kSplitWarps);
   const ActivationOrder order(p, walk);
-  const Shifts<W3_MULTIPLIED_SHIFTS> shift = {p.factor16, p.factor3, p.factor2, p.factor1};
   Maps maps = load_maps(p, min(walk.last_block * kRowWarps + row_warp, p.row_tiles - 1), lane / 4);
 
   int slot = split_warp / kSlotSteps;
   int units_until_mine = slot;  // slots that go to other groups first
   [[maybe_unused]] int x_slot = 0;
   [[maybe_unused]] u32 parity = 0, x_parity = 0;
+  [[maybe_unused]] int turns = 0;                    // steps of the row blocks before
+  [[maybe_unused]] int x_ready = 0, x_chunk = 0;     // turns, and chunks, of kept activations that have arrived
   int ahead_block = walk.last_block, ahead_base = walk.begin_of(walk.last_block);  // before sm_90: the next step to ask for
   // this worker's place in slot 0
   const u32 row_at = map.slots + (row_warp + (kBulk ? 0 : token_warp * kRowWarps)) * kSlotRowBytes;
@@ -87,11 +91,27 @@ W3_DEVICE void work(const Params& p, const Walk& walk, const SharedMap& map, cha
 #pragma unroll
         for (int e = 0; e < 4; ++e) acc.value[block][n][e] = 0;
 
-    const int end = walk.end_of(row_block);
-    int base = walk.begin_of(row_block) + units_until_mine * kSlotSteps;
+    const int begin = walk.begin_of(row_block), end = walk.end_of(row_block);
+    [[maybe_unused]] const int to_turn = turns - begin, to_place = order.whole ? 0 : to_turn;
+    int base = begin + units_until_mine * kSlotSteps;
 #pragma unroll 1
     for (; base < end; base += kSplitWarps) {
       const int step = base + slot_step;
+      StagedStep x = {};
+      if constexpr (kStagedX == kFromGlobal) {
+        x.global = p.staged + static_cast<i64>(step) * kStepXBytes;
+        x.global_scales = p.staged_scales + static_cast<i64>(step) * kStepXScales;
+      } else if constexpr (kStagedX == kStreamed) {
+        const u32 slot_at = map.slots + slot * kSlotBytes;
+        x.shared = slot_at + kSlotXAt + slot_step * kStepXBytes;
+        x.shared_scales = slot_at + kSlotScalesAt + slot_step * kStepXScales * 4;
+      } else {
+        const int place = kStagedX > 0 ? x_slot : step + to_place;
+        x.shared = map.x + place * kStepXBytes;
+        x.shared_scales = map.x_scales + place * kStepXScales * 4;
+      }
+      // The same in all lanes, and now the compiler knows: what is made of it stays in uniform registers. Here it costs no time.
+      if constexpr (kWarpgroups) x.shared = __shfl_sync(0xFFFFFFFFu, x.shared, 0);
 #if __CUDA_ARCH__ >= 900
       if constexpr (kBulk) barrier_wait(map.full + 8 * slot, parity);
 #endif
@@ -105,26 +125,20 @@ W3_DEVICE void work(const Params& p, const Walk& walk, const SharedMap& map, cha
         at.both = !kHalfStep || 2 * step + 1 < p.column_tiles;
 #pragma unroll
         for (int set = 0; set < kScaleSets; ++set) {
-          const int place = kBulk ? group_of_tile(p, 2 * step + set) - quotient(2 * base, p.group_reciprocal) : slot_step * kScaleSets + set;
+          int place = slot_step * kScaleSets + set;
+          if (kBulk && (kScaleSets > 1 || (kSlotSteps > 1 && p.groups != p.steps)))  // a slot holds each group once
+            place = group_of_tile(p, 2 * step + set) - quotient(2 * base, p.group_reciprocal);
           at.scales[set] = scales_at + slot * kSlotBytes + place * 128;
         }
-        StagedStep x = {};
-        if constexpr (kStagedX == kFromGlobal) {
-          x.global = p.staged + static_cast<i64>(step) * kStepXBytes;
-          x.global_scales = p.staged_scales + static_cast<i64>(step) * kStepXScales;
-        } else if constexpr (kStagedX == kStreamed) {
-          const u32 slot_at = map.slots + slot * kSlotBytes;
-          x.shared = slot_at + kSlotXAt + slot_step * kStepXBytes;
-          x.shared_scales = slot_at + kSlotScalesAt + slot_step * kStepXScales * 4;
-        } else {
-          const int place = kStagedX > 0 ? x_slot : order.place(walk, row_block, step);
-          x.shared = map.x + place * kStepXBytes;
-          x.shared_scales = map.x_scales + place * kStepXScales * 4;
 #if __CUDA_ARCH__ >= 900
-          if constexpr (kStagedX > 0) barrier_wait(map.x_full + 8 * x_slot, x_parity);
-          if constexpr (kKeepsX) barrier_wait(map.x_full + 8 * chunk_of(p, place), 0);
+        if constexpr (kStagedX > 0) barrier_wait(map.x_full + 8 * x_slot, x_parity);
+        if constexpr (kKeepsX)
+          while (x_ready <= step + to_turn && x_ready < order.count) {  // chunk by chunk, once for each worker
+            barrier_wait(map.x_full + 8 * x_chunk, 0);
+            x_ready = p.first_chunk + x_chunk * p.chunk_steps;
+            ++x_chunk;
+          }
 #endif
-        }
         const auto release = [&] {
           __syncwarp();  // every lane has read
 #if __CUDA_ARCH__ >= 900
@@ -133,10 +147,10 @@ W3_DEVICE void work(const Params& p, const Walk& walk, const SharedMap& map, cha
         };
 #if __CUDA_ARCH_FEAT_SM90_ALL
         if constexpr (kWarpgroups)
-          multiply_step_warpgroup(at, maps, shift, x, lane, token_warp, acc, release);
+          multiply_step_warpgroup(at, maps, x, lane, token_warp, acc, release);
         else
 #endif
-          multiply_step_warp(at, maps, shift, x, lane, token_warp, acc, release);
+          multiply_step_warp(at, maps, x, lane, token_warp, acc, release);
       }
 #if __CUDA_ARCH__ >= 900
       if (kSlotSteps > 1 && step >= end && kBulk && elect_one()) barrier_arrive(map.empty + 8 * slot);
@@ -157,11 +171,12 @@ W3_DEVICE void work(const Params& p, const Walk& walk, const SharedMap& map, cha
       }
     }
     units_until_mine = (base - end) / kSlotSteps;  // counted from the first slot of the next row block
+    turns += end - begin;
     finish(p, walk, row_block, acc, map.exchange, warp, row_warp, split_warp, token_warp, lane);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, W3_MIN_BLOCKS) w3_decode(const __grid_constant__ Params p) {
+extern "C" __global__ void __maxnreg__(kLaunchRegisters) w3_decode(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) char shared[];
   // uniform as far as the compiler can tell, so that addresses for the copy engine stay in uniform registers
   const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
@@ -169,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, W3_MIN_BLOCKS) w3_decode(
   const Walk walk(p, blockIdx.x);
 #if __CUDA_ARCH__ >= 900
   if constexpr (kBulk) {
-    init_barriers(p, map);
+    if (warp == 0 && elect_one()) init_barriers(p, map);
     __syncthreads();
   }
 #endif

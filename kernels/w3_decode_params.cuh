@@ -22,12 +22,18 @@ constexpr bool kHalfStep = W3_HALF_STEP;       // the number of column tiles is 
 
 constexpr int kWarps = kRowWarps * kSplitWarps * kTokenWarps;
 constexpr bool kFed = kBulk;                             // four more warps feed the others
+constexpr int kWeightFeeders = kStagedX == kOwn ? 1 : 3;  // of the four
 constexpr int kThreads = 32 * (kWarps + (kFed ? 4 : 0));
-// Registers: a launch gives every thread the same; the feeders hand theirs to the workers, out of what the launch allocated.
-constexpr int kLaunchRegisters = 65536 / W3_MIN_BLOCKS / kThreads / 8 * 8;
-constexpr int kFeederRegisters = kStagedX == kOwn ? 64 : kStagedX > 0 ? 56 : 32;
-constexpr int kWorkerRegisters = (kLaunchRegisters * kThreads - 128 * kFeederRegisters) / (32 * kWarps) / 8 * 8;
-constexpr bool kTradeRegisters = kLaunchRegisters > kFeederRegisters && kWorkerRegisters > kLaunchRegisters && kWorkerRegisters < 256;
+// Registers: a launch gives every thread the same. Beside a block of eight workers stays room for the blocks that stage the next
+// call's activations (w3_stage.cu), so that the next launch can follow as soon as blocks leave. Where workers need more than an equal
+// share, feeders hand theirs over.
+constexpr int kStageRegisters = kBulk && kStagedX != kOwn && kTokenTiles < 4 && kWarps <= 8 ? 4096 : 0;
+constexpr int kFairRegisters = (65536 - kStageRegisters) / ((kThreads + 127) / 128 * 128) / 8 * 8;  // a quarter for each scheduler
+constexpr int kLaunchRegisters = kFairRegisters < 248 ? kFairRegisters : 248;
+constexpr int kFeederRegisters = kStagedX == kOwn ? 64 : 40;
+constexpr int kGivenRegisters = (kLaunchRegisters * kThreads - 128 * kFeederRegisters) / (32 * kWarps) / 8 * 8;
+constexpr bool kTradeRegisters = kFed && (kTokenTiles > 1 || kWarps > 8) && kGivenRegisters > kLaunchRegisters && kGivenRegisters < 256;
+constexpr int kWorkerRegisters = kTradeRegisters ? kGivenRegisters : kLaunchRegisters;
 constexpr bool kWorkersStage = kWarps < 16;              // with fewer registers staging would spill
 constexpr bool kKeepsX = kStagedX == kOwn || kStagedX == kKept;
 constexpr int kAllTokenTiles = kTokenTiles * kTokenWarps;
@@ -50,7 +56,7 @@ constexpr u32 kEmpty = 0xFFFFFFFFu;                      // a NaN that no arithm
 
 static_assert(!kWarpgroups || (kRowWarps % 4 == 0 && kTokenTiles <= 4), "the four warps of a warpgroup take four row tiles");
 static_assert(kBulk || kStagedX == kOwn || kStagedX == kFromGlobal, "the other ways need bulk copies");
-static_assert(kSplitWarps % kSlotSteps == 0 && kSlots >= kSlotGroups, "every group has a slot");
+static_assert(kSplitWarps % kSlotSteps == 0 && kSlots % kSlotGroups == 0, "a slot stays with one group, which sees each of its phases");
 static_assert(kBulk || kSlotGroups == 1, "before sm_90 a slot is a step of every worker");
 static_assert(kStagedX <= 0 || kSplitWarps == 1, "the activation ring needs all warps on the same step");
 
@@ -78,7 +84,6 @@ struct alignas(16) Params {
   int first_chunk, chunk_steps;  // kept activations are announced in chunks of steps; the first is longer
   u32 chunk_reciprocal;          // (2^32 - 1) / chunk_steps
   int chunks;
-  u32 factor16, factor3, factor2, factor1;  // 2^16, 2^29, 2^30, 2^31, for Shifts
 };
 
 

@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(256) w3_dequantize(const __grid_con
 #pragma unroll
   for (int block = 0; block < 4; ++block) {
     u32 selector[4];
-    block_selectors<kDense>(words, block, Shifts<0>{}, selector);
+    block_selectors<kDense>(words, block, selector);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = row_tile * 64 + 16 * block + 8 * half + g;

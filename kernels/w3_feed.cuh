@@ -1,9 +1,10 @@
 // How weights and staged activations get into shared memory.
 //
-// From sm_90 on four extra warps feed the others. The first asks for weights, a slot (some steps of every row tile) at a time: for each
-// row tile one bulk copy of codes and one of scales, since the steps of a row tile follow each other in memory. Activations are
-// staged by everybody for the first chunk of steps, when there is nothing else to do, and by the other three warps from then on; or
-// one thread copies what w3_stage.cu staged. Workers only wait and say when a slot is free.
+// From sm_90 on four extra warps feed the others. Weights are asked for a slot (some steps of every row tile) at a time: for each row
+// tile one bulk copy of codes and one of scales, since the steps of a row tile follow each other in memory. A warp that competes with
+// busy workers issues few copies a microsecond, so three warps share the row tiles. Activations that w3_stage.cu staged are copied
+// by the fourth. Where the block stages its own, everybody stages the first chunk of steps, when there is nothing else to do, and
+// three of the four go on. Workers only wait and say when a slot is free.
 // Before sm_90 each worker asks for its own weights with 16-byte copies, and all of them stage activations before they start.
 #pragma once
 #include "w3_partition.cuh"
@@ -30,8 +31,8 @@ W3_DEVICE int group_of_tile(const Params& p, int tile) {
   return quotient(min(tile, p.column_tiles - 1), p.group_reciprocal);
 }
 
-// Activations of this block: which step comes when. A block whose run covers a whole row of steps keeps all of them, otherwise its
-// run's steps. `place` counts from the first that is used.
+// Activations of this block: which step comes when, and where it is kept. A block whose run covers a whole row of steps keeps all of
+// them, each at its own place; otherwise its run's steps, in the order of their use.
 struct ActivationOrder {
   int count, first;  // steps kept; the first one's number
   bool whole;
@@ -42,16 +43,13 @@ struct ActivationOrder {
     count = whole ? p.steps : length;
     first = walk.begin_of(walk.last_block);
   }
-  // Where a step lies among those kept. In a run over two row blocks the last one's steps, which start at 0, are used first.
-  W3_DEVICE int place(const Walk& walk, int row_block, int step) const {
-    if (whole) return step >= first ? step - first : step - first + count;
-    return row_block == walk.last_block ? step - first : walk.end_of(walk.last_block) - first + step - walk.begin_of(row_block);
-  }
-  W3_DEVICE int step(const Params& p, const Walk& walk, int place) const {
-    if (whole) return first + place < count ? first + place : first + place - count;
+  // The step that is used as number `turn`. In a run over two row blocks the last one's steps, which end a row, are used first.
+  W3_DEVICE int step(const Params& p, const Walk& walk, int turn) const {
+    if (whole) return first + turn < count ? first + turn : first + turn - count;
     const int of_last = walk.end_of(walk.last_block) - first;
-    return place < of_last ? first + place : walk.begin_of(walk.first_block) + place - of_last;
+    return turn < of_last ? first + turn : walk.begin_of(walk.first_block) + turn - of_last;
   }
+  W3_DEVICE int place(int turn, int step) const { return whole ? step : turn; }
 };
 
 // Stages tokens x steps [begin, end) of the order, `warps` warps sharing the work, two tasks (step, token) a warp at a time.
@@ -69,8 +67,9 @@ W3_DEVICE void stage_steps(const Params& p, const Walk& walk, const ActivationOr
       const int task = min(base + 2 * warps * i + lane / 16, tasks - 1);
       const int row = quotient(task, p.token_reciprocal);
       token[i] = task - row * p.tokens;
-      place[i] = begin + row;
-      raw[i] = load_eight(in, token[i], order.step(p, walk, place[i]) * kStepColumns + 8 * part16);
+      const int step = order.step(p, walk, begin + row);
+      place[i] = order.place(begin + row, step);
+      raw[i] = load_eight(in, token[i], step * kStepColumns + 8 * part16);
     }
 #pragma unroll
     for (int i = 0; i < kTogether; ++i)
@@ -79,50 +78,62 @@ W3_DEVICE void stage_steps(const Params& p, const Walk& walk, const ActivationOr
   }
 }
 
-W3_DEVICE int chunk_of(const Params& p, int place) {
-  return place < p.first_chunk ? 0 : 1 + quotient(place - p.first_chunk, p.chunk_reciprocal);
+W3_DEVICE int chunk_of(const Params& p, int turn) {
+  return turn < p.first_chunk ? 0 : 1 + quotient(turn - p.first_chunk, p.chunk_reciprocal);
 }
 
 #if __CUDA_ARCH__ >= 900
-// By the first warp: [full | empty | x_full | x_empty], as SharedMap has them.
+// One thread: [full | empty | x_full | x_empty], as SharedMap has them.
 W3_DEVICE void init_barriers(const Params& p, const SharedMap& map) {
-  const int x_barriers = kStagedX > 0 ? kStagedX : kKeepsX ? p.chunks : 0;
-  for (int i = threadIdx.x; i < 2 * kSlots + x_barriers + max(kStagedX, 0); i += 32) {
-    const int chunk = i - 2 * kSlots;
-    const int to_keep = kStagedX == kKept ? 1 : chunk == 0 && kWorkersStage ? kWarps + 3 : 3;
-    const int arrivals = i < kSlots ? 1 : i < 2 * kSlots ? kSlotReaders : chunk >= x_barriers ? kWarps : kStagedX > 0 ? 1 : to_keep;
-    barrier_init(map.full + 8 * i, arrivals);
+#pragma unroll
+  for (int i = 0; i < kSlots; ++i) {
+    barrier_init(map.full + 8 * i, min(kWeightFeeders, kRowWarps) + (kStagedX == kStreamed));  // each feeder announces its bytes
+    barrier_init(map.empty + 8 * i, kSlotReaders);
   }
+  if constexpr (kStagedX > 0)
+#pragma unroll
+    for (int i = 0; i < kStagedX; ++i) {
+      barrier_init(map.x_full + 8 * i, 1);
+      barrier_init(map.x_empty + 8 * i, kWarps);
+    }
+  if constexpr (kKeepsX)
+    for (int i = 0; i < p.chunks; ++i)
+      barrier_init(map.x_full + 8 * i, kStagedX == kKept ? 1 : i == 0 && kWorkersStage ? kWarps + 3 : 3);
   barrier_init_fence();
 }
 
-// One warp: the weights, slot by slot; lane r asks for row tile r of the row block.
-W3_DEVICE void feed_weights(const Params& p, const Walk& walk, const SharedMap& map, int lane) {
+// One thread: the weights of row tiles feeder, feeder + kWeightFeeders, ... of the row block, slot by slot.
+W3_DEVICE void feed_weights(const Params& p, const Walk& walk, const SharedMap& map, int feeder) {
+  constexpr int kMine = (kRowWarps + kWeightFeeders - 1) / kWeightFeeders;
   int slot = 0;
   u32 parity = 1;  // the first wait on a fresh barrier passes
 #pragma unroll 1
   for (int row_block = walk.last_block; row_block >= walk.first_block; --row_block) {
-    // a row tile past the matrix stands for the last one; what comes of it is not written
-    const i64 row_tile = min(row_block * kRowWarps + lane, p.row_tiles - 1);
     const int begin = walk.begin_of(row_block), end = walk.end_of(row_block);
-    const char* codes = p.codes + (row_tile * p.column_tiles + 2 * begin) * kTileBytes;
-    const char* const scales = p.scales + row_tile * p.groups * 128;
+    const char *codes[kMine], *scales[kMine];
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) {
+      // a row tile past the matrix stands for the last one; what comes of it is not written
+      const i64 row_tile = min(row_block * kRowWarps + feeder + i * kWeightFeeders, p.row_tiles - 1);
+      codes[i] = p.codes + (row_tile * p.column_tiles + 2 * begin) * kTileBytes;
+      scales[i] = p.scales + row_tile * p.groups * 128;
+    }
 #pragma unroll 1
     for (int base = begin; base < end; base += kSlotSteps) {
       const int last_tile = min(2 * min(base + kSlotSteps, end), p.column_tiles) - 1;
       const int first_group = quotient(2 * base, p.group_reciprocal), last_group = quotient(last_tile, p.group_reciprocal);
       const u32 code_bytes = (last_tile + 1 - 2 * base) * kTileBytes, scale_bytes = (last_group + 1 - first_group) * 128;
-      const u32 x_bytes = kStagedX == kStreamed ? min(kSlotSteps, end - base) * (kStepXBytes + kStepXScales * 4) : 0;
-      const u32 full = map.full + 8 * slot, to = map.slots + slot * kSlotBytes + lane * kSlotRowBytes;
+      const u32 full = map.full + 8 * slot, to = map.slots + slot * kSlotBytes + feeder * kSlotRowBytes;
       barrier_wait(map.empty + 8 * slot, parity);
-      if (lane == 0) barrier_expect(full, kRowWarps * (code_bytes + scale_bytes) + x_bytes);
-      __syncwarp();
-      if (lane < kRowWarps) {
-        copy_bulk(to, codes, code_bytes, full);
-        copy_bulk(to + kSlotCodeBytes, scales + first_group * 128, scale_bytes, full);
+      barrier_expect(full, (kRowWarps - feeder + kWeightFeeders - 1) / kWeightFeeders * (code_bytes + scale_bytes));
+#pragma unroll
+      for (int i = 0; i < kMine; ++i) {
+        if (i * kWeightFeeders + kWeightFeeders <= kRowWarps || i * kWeightFeeders + feeder < kRowWarps) {
+          copy_bulk(to + i * kWeightFeeders * kSlotRowBytes, codes[i], code_bytes, full);
+          copy_bulk(to + i * kWeightFeeders * kSlotRowBytes + kSlotCodeBytes, scales[i] + first_group * 128, scale_bytes, full);
+        }
+        codes[i] += kSlotCodeBytes;
       }
-      __syncwarp();
-      codes += kSlotCodeBytes;
       if (++slot == kSlots) {
         slot = 0;
         parity ^= 1;
@@ -151,8 +162,7 @@ W3_DEVICE void feed_ring(const Params& p, const Walk& walk, const SharedMap& map
     }
 }
 
-// One thread: staged activations beside the weights of each slot. Its bytes are part of what feed_weights announces; a barrier takes
-// them before or after the announcement.
+// One thread: staged activations beside the weights of each slot.
 W3_DEVICE void feed_streamed(const Params& p, const Walk& walk, const SharedMap& map) {
   int slot = 0;
   u32 parity = 1;
@@ -164,6 +174,7 @@ W3_DEVICE void feed_streamed(const Params& p, const Walk& walk, const SharedMap&
       const int count = min(kSlotSteps, end - step);
       const u32 full = map.full + 8 * slot, to = map.slots + slot * kSlotBytes;
       barrier_wait(map.empty + 8 * slot, parity);
+      barrier_expect(full, count * (kStepXBytes + kStepXScales * 4));
       copy_bulk(to + kSlotXAt, p.staged + static_cast<i64>(step) * kStepXBytes, count * kStepXBytes, full);
       copy_bulk(to + kSlotScalesAt, p.staged_scales + static_cast<i64>(step) * kStepXScales, count * kStepXScales * 4, full);
       if (++slot == kSlots) {
@@ -177,15 +188,16 @@ W3_DEVICE void feed_streamed(const Params& p, const Walk& walk, const SharedMap&
 // One thread: staged activations of every step that this block keeps.
 W3_DEVICE void feed_kept(const Params& p, const Walk& walk, const SharedMap& map) {
   const ActivationOrder order(p, walk);
-  int place = 0;
+  int turn = 0;
 #pragma unroll 1
-  for (int chunk = 0; place < order.count; ++chunk) {
+  for (int chunk = 0; turn < order.count; ++chunk) {
     const u32 full = map.x_full + 8 * chunk;
     const int end = min(p.first_chunk + chunk * p.chunk_steps, order.count);
-    barrier_expect(full, (end - place) * (kStepXBytes + kStepXScales * 4));
+    barrier_expect(full, (end - turn) * (kStepXBytes + kStepXScales * 4));
 #pragma unroll 1
-    for (; place < end; ++place) {
-      const i64 step = order.step(p, walk, place);
+    for (; turn < end; ++turn) {
+      const i64 step = order.step(p, walk, turn);
+      const int place = order.place(turn, step);
       copy_bulk(map.x + place * kStepXBytes, p.staged + step * kStepXBytes, kStepXBytes, full);
       copy_bulk(map.x_scales + place * kStepXScales * 4, p.staged_scales + step * kStepXScales, kStepXScales * 4, full);
     }
@@ -204,10 +216,10 @@ W3_DEVICE void stage_chunk(const Params& p, const Walk& walk, const ActivationOr
   if (lane == 0) barrier_arrive(map.x_full + 8 * chunk);
 }
 
-// The four feeding warps.
+// The feeding warps.
 W3_DEVICE void feed(const Params& p, const Walk& walk, const SharedMap& map, char* shared, int feeder, int lane) {
-  if (feeder == 0) {
-    feed_weights(p, walk, map, lane);  // weights do not depend on earlier kernels
+  if (feeder < kWeightFeeders) {
+    if (feeder < kRowWarps && elect_one()) feed_weights(p, walk, map, feeder);  // weights do not depend on earlier kernels
     return;
   }
   if constexpr (kStagedX == kOwn) {
@@ -219,7 +231,7 @@ W3_DEVICE void feed(const Params& p, const Walk& walk, const SharedMap& map, cha
       const int helpers = chunk == 0 && kWorkersStage ? kWarps : 0;
       stage_chunk(p, walk, order, map, shared, chunk, feeder - 1 + helpers, 3 + helpers, lane);
     }
-  } else if (feeder == 1 && elect_one()) {
+  } else if (elect_one()) {
     wait_for_predecessors();
     if constexpr (kStagedX > 0) feed_ring(p, walk, map);
     if constexpr (kStagedX == kKept) feed_kept(p, walk, map);

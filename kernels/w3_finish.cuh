@@ -30,15 +30,6 @@ W3_DEVICE void store_outputs(const Params& p, int row_tile, int token_warp, int 
   }
 }
 
-// The last accumulator quad of this warp that holds tokens anybody asked for; quads are 4 blocks x kTokenTiles.
-W3_DEVICE int last_mine(const Params& p, int split_warp, int token_warp) {
-  int last = split_warp;
-#pragma unroll
-  for (int q = 0; q < kQuads; ++q)
-    if (q % kSplitWarps == split_warp && 8 * (token_warp * kTokenTiles + q % kTokenTiles) < p.tokens) last = q;
-  return last;
-}
-
 // Everything that follows the last step of a row block: sums over warps, then over thread blocks, then the output.
 W3_DEVICE void finish(const Params& p, const Walk& walk, int row_block, const Accumulators& acc, u32 exchange, int warp,
                       int row_warp, int split_warp, int token_warp, int lane) {
@@ -85,9 +76,6 @@ W3_DEVICE void finish(const Params& p, const Walk& walk, int row_block, const Ac
   // tokens of an accumulator that nobody asked for are not exchanged
   auto wanted = [&](int q) { return q < kQuads && 8 * (token_warp * kTokenTiles + q % kTokenTiles) < p.tokens; };
 
-  const int watched_quad = last_mine(p, split_warp, token_warp);
-  if (!wanted(watched_quad)) return;
-
   if (walk.end_of(row_block) < p.steps) {  // another block owns the end of these rows
 #pragma unroll
     for (int m = 0; m < kMine; ++m) {
@@ -99,39 +87,42 @@ W3_DEVICE void finish(const Params& p, const Walk& walk, int row_block, const Ac
     return;
   }
   if (walk.begin_of(row_block) > 0) {
-    constexpr int kTogether = kMine <= 8 ? kMine : 4;  // loads in flight
-    for (int block = block_of_unit(row_block * p.steps, p); block < static_cast<int>(blockIdx.x); ++block) {
-      // One word is watched, the last that the writer stores: polling everything would take bandwidth from those still at work.
-      const char* const watched = partial_of(block, watched_quad) - lane * 16 + 31 * 16;
-      while (load_relaxed(watched).w == kEmpty) {
-      }
+    // Sums of several blocks are asked for at once: one after the other, each would cost the way to the L2 cache and back. Every lane
+    // waits for what it adds and puts the pattern back itself, so it does not matter which lanes are answered first.
+    constexpr int kQuadsTogether = kMine < 8 ? kMine : 8, kBlocksTogether = kMine < 16 ? 8 / kQuadsTogether : 1;
+    constexpr int kBlockBytes = kRowWarps * kTokenWarps * kQuads * 512;
+    int begin = block_of_unit(row_block * p.steps, p);
+    char* at = partial_of(begin, split_warp);
+#pragma unroll 1
+    for (; begin < static_cast<int>(blockIdx.x); begin += kBlocksTogether, at += kBlocksTogether * kBlockBytes) {
 #pragma unroll
-      for (int first = 0; first < kMine; first += kTogether) {
-        Vec4 got[kTogether];
+      for (int first = 0; first < kMine; first += kQuadsTogether) {
+        Vec4 got[kBlocksTogether * kQuadsTogether];
         bool all;
-        do {  // repeated until the writer is there
+        do {  // repeated until the writers are there
           all = true;
 #pragma unroll
-          for (int m = 0; m < kTogether; ++m) {
-            const int q = split_warp + (first + m) * kSplitWarps;
-            if (wanted(q)) got[m] = load_relaxed(partial_of(block, q));
+          for (int i = 0; i < kBlocksTogether * kQuadsTogether; ++i) {
+            const int b = i / kQuadsTogether, m = first + i % kQuadsTogether;
+            if (begin + b < static_cast<int>(blockIdx.x) && wanted(split_warp + m * kSplitWarps))
+              got[i] = load_relaxed(at + b * kBlockBytes + m * kSplitWarps * 512);
           }
 #pragma unroll
-          for (int m = 0; m < kTogether; ++m) {
-            const int q = split_warp + (first + m) * kSplitWarps;
-            if (wanted(q)) all = all && got[m].x != kEmpty && got[m].y != kEmpty && got[m].z != kEmpty && got[m].w != kEmpty;
+          for (int i = 0; i < kBlocksTogether * kQuadsTogether; ++i) {
+            const int b = i / kQuadsTogether, m = first + i % kQuadsTogether;
+            if (begin + b < static_cast<int>(blockIdx.x) && wanted(split_warp + m * kSplitWarps))
+              all = all && got[i].x != kEmpty && got[i].y != kEmpty && got[i].z != kEmpty && got[i].w != kEmpty;
           }
         } while (!all);
 #pragma unroll
-        for (int m = 0; m < kTogether; ++m) {
-          const int q = split_warp + (first + m) * kSplitWarps;
-          if (wanted(q)) {
-            float* const to = sum[first + m];
-            to[0] += __uint_as_float(got[m].x);
-            to[1] += __uint_as_float(got[m].y);
-            to[2] += __uint_as_float(got[m].z);
-            to[3] += __uint_as_float(got[m].w);
-            store_relaxed(partial_of(block, q), {kEmpty, kEmpty, kEmpty, kEmpty});
+        for (int i = 0; i < kBlocksTogether * kQuadsTogether; ++i) {  // in order of block
+          const int b = i / kQuadsTogether, m = first + i % kQuadsTogether;
+          if (begin + b < static_cast<int>(blockIdx.x) && wanted(split_warp + m * kSplitWarps)) {
+            sum[m][0] += __uint_as_float(got[i].x);
+            sum[m][1] += __uint_as_float(got[i].y);
+            sum[m][2] += __uint_as_float(got[i].z);
+            sum[m][3] += __uint_as_float(got[i].w);
+            store_relaxed(at + b * kBlockBytes + m * kSplitWarps * 512, {kEmpty, kEmpty, kEmpty, kEmpty});
           }
         }
       }

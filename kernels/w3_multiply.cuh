@@ -186,8 +186,8 @@ struct WarpgroupSums {
 // One step by warpgroups: while the tensor cores work on a 16-row block, the warp decodes the next one and adds up the one before.
 // `release` is called once the last of the slot has been read. (Keeping the last block in flight into the next step makes ptxas
 // serialise all of them.)
-template <class Shift, class Release>
-W3_DEVICE void multiply_step_warpgroup(const StepSlot& slot, const Maps& maps, const Shift& shift, const StagedStep& x, int lane, int token_warp,
+template <class Release>
+W3_DEVICE void multiply_step_warpgroup(const StepSlot& slot, const Maps& maps, const StagedStep& x, int lane, int token_warp,
                                        Accumulators& acc, Release release) {
   StepWords words;
   words.load(slot.codes, lane, 0);
@@ -219,8 +219,8 @@ W3_DEVICE void multiply_step_warpgroup(const StepSlot& slot, const Maps& maps, c
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       u32 selector[4];
-      block_selectors<kDense>(words.word[tile], block, shift, selector);
-      fragments(selector, maps.map[kRowMaps ? 2 * block : 0], maps.map[kRowMaps ? 2 * block + 1 : 0], shift, a[block % kDepth][tile]);
+      block_selectors<kDense>(words.word[tile], block, selector);
+      fragments(selector, maps.map[kRowMaps ? 2 * block : 0], maps.map[kRowMaps ? 2 * block + 1 : 0], a[block % kDepth][tile]);
     }
     wgmma_fence();
     if constexpr (kScaleSets == 1) {
@@ -244,8 +244,8 @@ W3_DEVICE void multiply_step_warpgroup(const StepSlot& slot, const Maps& maps, c
 #endif
 
 // One step by single warps.
-template <class Shift, class Release>
-W3_DEVICE void multiply_step_warp(const StepSlot& slot, const Maps& maps, const Shift& shift, const StagedStep& x, int lane, int token_warp, Accumulators& acc,
+template <class Release>
+W3_DEVICE void multiply_step_warp(const StepSlot& slot, const Maps& maps, const StagedStep& x, int lane, int token_warp, Accumulators& acc,
                                   Release release) {
   constexpr int kTogether = kTokenTiles <= 2 || !kInt8Map ? 1 : 4;  // row blocks whose fragments are in registers together
   StepWords words;
@@ -278,8 +278,8 @@ W3_DEVICE void multiply_step_warp(const StepSlot& slot, const Maps& maps, const 
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       u32 selector[4];
-      block_selectors<kDense>(words.word[tile], block, shift, selector);
-      fragments(selector, maps.map[kRowMaps ? 2 * block : 0], maps.map[kRowMaps ? 2 * block + 1 : 0], shift, out[tile]);
+      block_selectors<kDense>(words.word[tile], block, selector);
+      fragments(selector, maps.map[kRowMaps ? 2 * block : 0], maps.map[kRowMaps ? 2 * block + 1 : 0], out[tile]);
     }
   };
   auto multiply = [&](int block, const BlockFragments<kInt8Map>(&fragment)[2], const TokenOperands& operands, int tile_index) {

@@ -1,7 +1,8 @@
 // Activations of many tokens -> staged B operands in global memory, once for all thread blocks of w3_decode.
 //
 // Shapes: x [tokens, columns] -> staged [steps, 2048 * kAllTokenTiles bytes], scales [steps, 8 * kAllTokenTiles]; the order inside a
-// step is w3_activations.cuh's. One thread block a step; a half warp stages one token at a time.
+// step is w3_activations.cuh's. One thread block for 8 tokens of a step; a half warp stages one token at
+// a time.
 #include "ptx.cuh"
 #include "w3_activations.cuh"
 
@@ -17,24 +18,19 @@ struct alignas(16) Params {
   int tokens, columns, x_aligned, unused;
 };
 
-extern "C" __global__ void __launch_bounds__(256) w3_stage(const __grid_constant__ Params p) {
+// 64 threads of at most 32 registers: blocks of the next call wait beside a decode kernel that leaves little room.
+extern "C" __global__ void __launch_bounds__(64, 32) w3_stage(const __grid_constant__ Params p) {
   launch_dependents();
   wait_for_predecessors();
   const Activations in = {p.x, p.x_stride, p.tokens, p.columns, p.x_aligned};
-  const int step = blockIdx.x, part16 = threadIdx.x % 16;
+  const int step = blockIdx.x / kAllTokenTiles, first = blockIdx.x % kAllTokenTiles * 8, part16 = threadIdx.x % 16;
   char* const out = p.staged + static_cast<i64>(step) * 2048 * kAllTokenTiles;
   float* const scales = p.scales + static_cast<i64>(step) * 8 * kAllTokenTiles;
-  constexpr int kRounds = kAllTokenTiles / 2 > 0 ? kAllTokenTiles / 2 : 1;  // 16 half warps
-  Vec4 raw[kRounds];
+  Vec4 raw[2];
 #pragma unroll
-  for (int i = 0; i < kRounds; ++i) {
-    const int token = threadIdx.x / 16 + 16 * i;
-    raw[i] = load_eight(in, min(token, p.tokens - 1), step * kStepColumns + 8 * part16);
-  }
+  for (int i = 0; i < 2; ++i)  // tokens past the last repeat it: whole tiles are written, nothing is undefined
+    raw[i] = load_eight(in, min(first + static_cast<int>(threadIdx.x) / 16 + 4 * i, p.tokens - 1), step * kStepColumns + 8 * part16);
 #pragma unroll
-  for (int i = 0; i < kRounds; ++i) {
-    const int token = threadIdx.x / 16 + 16 * i;  // tokens past the last repeat it: whole tiles are written, nothing is undefined
-    if (token < 8 * kAllTokenTiles) 
-      stage_eight<kBf16, kInt8Map, W3_WARPGROUPS, W3_TOKEN_TILES, W3_TOKEN_WARPS>(raw[i], part16, token, out, scales);
-  }
+  for (int i = 0; i < 2; ++i)
+    stage_eight<kBf16, kInt8Map, W3_WARPGROUPS, W3_TOKEN_TILES, W3_TOKEN_WARPS>(raw[i], part16, first + threadIdx.x / 16 + 4 * i, out, scales);
 }

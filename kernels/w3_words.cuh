@@ -17,29 +17,16 @@ constexpr bool kRowMaps = W3_ROW_MAPS;  // a map for each row instead of one for
 
 constexpr u32 kLowBits = 0x77777777u;
 
-// Shifts to the right. They, byte permutes and logic share one pipe of 16 lanes a clock, and decoding is mostly these; a product's
-// upper half is the same number from another pipe. `kMultiplied` says which shifts go that way: 0 none, 1 those by 16, 2 all. The
-// factors come as kernel parameters, or the compiler would turn the products back into shifts.
-template <int kMultiplied>
-struct Shifts {
-  u32 factor16, factor3, factor2, factor1;  // 2^16, 2^29, 2^30, 2^31
-
-  W3_DEVICE u32 by16(u32 word) const { return kMultiplied >= 1 ? __umulhi(word, factor16) : word >> 16; }
-  W3_DEVICE u32 by3(u32 word) const { return kMultiplied >= 2 ? __umulhi(word, factor3) : word >> 3; }
-  W3_DEVICE u32 by2(u32 word) const { return kMultiplied >= 2 ? __umulhi(word, factor2) : word >> 2; }
-  W3_DEVICE u32 by1(u32 word) const { return kMultiplied >= 2 ? __umulhi(word, factor1) : word >> 1; }
-};
-
 // The four selectors of a 16-row block from the lane's words of the tile.
-template <bool dense, class Shift>
-W3_DEVICE void block_selectors(const u32 (&words)[dense ? 12 : 16], int block, const Shift& shift, u32 (&selector)[4]) {
+template <bool dense>
+W3_DEVICE void block_selectors(const u32 (&words)[dense ? 12 : 16], int block, u32 (&selector)[4]) {
   if constexpr (dense) {
     const u32 w0 = words[3 * block], w1 = words[3 * block + 1], w2 = words[3 * block + 2];
     selector[0] = w0 & kLowBits;
     selector[1] = w1 & kLowBits;
     selector[2] = w2 & kLowBits;
     // the fourth word travels in the spare bits: bit b of its codes is bit 3 of word b
-    selector[3] = masked_or<0x44444444u>(shift.by1(w2), masked_or<0x22222222u>(shift.by2(w1), shift.by3(w0) & 0x11111111u));
+    selector[3] = masked_or<0x44444444u>(w2 >> 1, masked_or<0x22222222u>(w1 >> 2, w0 >> 3 & 0x11111111u));
   } else {
 #pragma unroll
     for (int j = 0; j < 4; ++j) selector[j] = words[4 * block + j];  // bit 3 is 0 in this layout
@@ -89,17 +76,17 @@ struct BlockFragments {
   u32 a[int8_map ? 2 : 4][4];
 };
 
-template <bool int8_map, class Shift>
-W3_DEVICE void fragments(const u32 (&selector)[4], const Map<int8_map>& upper, const Map<int8_map>& lower, const Shift& shift,
+template <bool int8_map>
+W3_DEVICE void fragments(const u32 (&selector)[4], const Map<int8_map>& upper, const Map<int8_map>& lower,
                          BlockFragments<int8_map>& out) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     if constexpr (int8_map) {
       out.a[j / 2][2 * (j % 2)] = lookup(upper, selector[j]);
-      out.a[j / 2][2 * (j % 2) + 1] = lookup(lower, shift.by16(selector[j]));
+      out.a[j / 2][2 * (j % 2) + 1] = lookup(lower, selector[j] >> 16);
     } else {
       lookup(upper, selector[j], out.a[j][0], out.a[j][2]);
-      lookup(lower, shift.by16(selector[j]), out.a[j][1], out.a[j][3]);
+      lookup(lower, selector[j] >> 16, out.a[j][1], out.a[j][3]);
     }
   }
 }

@@ -52,15 +52,22 @@ EDITS: dict[str, list[tuple[str, str, str]]] = {
     "weights": [
         (
             "w3_feed.cuh",
-            "barrier_expect(full, kRowWarps * (code_bytes + scale_bytes) + x_bytes);",
-            "barrier_expect(full, x_bytes);",
+            "barrier_expect(full, (kRowWarps - feeder + kWeightFeeders - 1) / kWeightFeeders * (code_bytes + scale_bytes));",
+            "barrier_arrive(full);",
         ),
-        ("w3_feed.cuh", "        copy_bulk(to, codes, code_bytes, full);\n", ""),
-        ("w3_feed.cuh", "        copy_bulk(to + kSlotCodeBytes, scales + first_group * 128, scale_bytes, full);\n", ""),
+        (
+            "w3_feed.cuh",
+            "          copy_bulk(to + i * kWeightFeeders * kSlotRowBytes, codes[i], code_bytes, full);\n",
+            "",
+        ),
+        (
+            "w3_feed.cuh",
+            "          copy_bulk(to + i * kWeightFeeders * kSlotRowBytes + kSlotCodeBytes, "
+            "scales[i] + first_group * 128, scale_bytes, full);\n",
+            "",
+        ),
     ],
-    "activations": [
-        ("w3_decode.cu", "if constexpr (kKeepsX) barrier_wait(map.x_full + 8 * chunk_of(p, place), 0);", "")
-    ],
+    "activations": [("w3_decode.cu", "while (x_ready <= step + to_turn && x_ready < order.count)", "while (false)")],
 }
 #: What is left out together.
 VARIANTS = ((), ("products",), ("sums",), ("weights",), ("activations",), ("products", "sums"), ("weights", "sums"))

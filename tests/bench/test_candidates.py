@@ -29,7 +29,7 @@ def test_every_shape_has_candidates_that_can_be_planned(device: DeviceLimits, to
             assert 8 * config.all_token_tiles >= tokens
             assert 4 <= config.warps <= 16
             assert config.split_warps % config.slot_steps == 0
-            assert config.slots >= config.split_warps // config.slot_steps
+            assert config.slots * config.slot_steps % config.split_warps == 0
             assert config.ring != 0 or tokens <= MAX_OWN_TOKENS
             assert config.ring <= 0 or (device.bulk and config.split_warps == 1)
             if config.warpgroups:
@@ -41,7 +41,7 @@ def test_the_families_come_before_their_second_members() -> None:
     desc = Case(4096, 4096, 8).desc(H200)
     found = candidates(desc, limit=12)
     assert found == candidates(desc, limit=40)[:12]
-    divisions = {(c.row_warps, c.split_warps, c.token_warps, c.ring, c.warpgroups, c.min_blocks) for c in found}
+    divisions = {(c.row_warps, c.split_warps, c.token_warps, c.ring, c.warpgroups, c.slot_steps) for c in found}
     assert len(divisions) == 12
 
 

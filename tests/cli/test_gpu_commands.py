@@ -23,7 +23,6 @@ CONFIG = {
     "ring": 0,
     "blocks": 132,
     "warpgroups": True,
-    "min_blocks": 1,
 }
 SOURCE = {
     "device": "NVIDIA H200",

@@ -34,9 +34,11 @@ def desc(rows: int = 4096, columns: int = 4096, tokens: int = 8, **changes: obje
 
 def entry(rows: int, columns: int, tokens: int, slots: int, **changes: object) -> Entry:
     tiles = 1 if tokens <= 8 else 2
-    config = W3Config(token_tiles=tiles, row_warps=4, split_warps=2, token_warps=1, slots=slots, ring=0, blocks=99)
+    config = W3Config(
+        token_tiles=tiles, row_warps=4, split_warps=2, token_warps=1, slots=slots, ring=0, blocks=99, slot_steps=2
+    )
     if tokens > 16:
-        config = replace(config, token_tiles=4, row_warps=4, split_warps=1, token_warps=2, ring=4)
+        config = replace(config, token_tiles=4, row_warps=4, split_warps=1, token_warps=2, ring=4, slot_steps=1)
     made = Entry(rows, columns, tokens, "dense", "int8", "linear", 1, None, config, 1.0)
     return replace(made, **changes)  # type: ignore[arg-type]
 

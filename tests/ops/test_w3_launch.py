@@ -130,7 +130,7 @@ def test_many_tokens_are_staged_first(loaded: list[Recorder]) -> None:
     assert values["staged"] == stage["staged"] != 0
     assert values["staged_scales"] == stage["scales"] == stage["staged"] + decoder.plan.staged_bytes
     assert (stage["x"], stage["x_stride"], stage["tokens"], stage["columns"]) == (x.data_ptr(), 1000, 40, 1000)
-    assert (loaded[1].launches[0]["grid"], loaded[1].launches[0]["block"]) == (9, 256)
+    assert (loaded[1].launches[0]["grid"], loaded[1].launches[0]["block"]) == (9 * 8, 64)
 
 
 def test_alignment_of_x(loaded: list[Recorder]) -> None:

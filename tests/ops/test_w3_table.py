@@ -42,7 +42,6 @@ DOCUMENT: dict[str, Any] = {
                 "blocks": 132,
                 "slot_steps": 8,
                 "warpgroups": False,
-                "min_blocks": 1,
             },
             "microseconds": 5.25,
         }
@@ -80,8 +79,8 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 def test_fields_with_defaults_may_be_left_out() -> None:
-    short = changed(["entries", 0, "config", "min_blocks"], ...)
-    del short["entries"][0]["config"]["warpgroups"], short["entries"][0]["config"]["slot_steps"], short["prefill_from"]
+    short = changed(["entries", 0, "config", "warpgroups"], ...)
+    del short["entries"][0]["config"]["slot_steps"], short["prefill_from"]
     short["entries"][0]["x_dtype"] = "bfloat16"
     table = from_json(short, HERE)
     assert table.entries[0].config == W3Config(1, 1, 8, 1, 4, 0, 132)

@@ -32,8 +32,6 @@ WARPS = (4, 16)
 IN_FLIGHT = (40 << 10, 64 << 10, 96 << 10, 128 << 10)
 _BYTES_IN_FLIGHT = 104 << 10
 _MOST_SLOTS = 16
-#: Shared memory that the driver keeps of each resident block.
-_RESERVED_BYTES = 1 << 10
 
 
 def candidates(desc: W3Desc, *, limit: int = 40) -> list[W3Config]:
@@ -51,7 +49,7 @@ def candidates(desc: W3Desc, *, limit: int = 40) -> list[W3Config]:
             config.token_warps,
             config.ring,
             config.warpgroups,
-            config.min_blocks,
+            config.slot_steps,
         )
         families[family].append((_cost(desc, config), config))
     ranked = [
@@ -95,26 +93,18 @@ def _sound(desc: W3Desc) -> Iterator[W3Config]:
             except UnsupportedError:
                 continue
             yield plan.config  # a small matrix gets fewer blocks
-            half = 2 * (plan.shared_bytes + _RESERVED_BYTES) <= device.shared_bytes + _RESERVED_BYTES
-            if half and ring in (KEPT, STREAMED) and warps <= 8 and device.bulk:
-                # room for the next launch beside this one: it fetches its first weights while this one ends
-                yield replace(plan.config, min_blocks=2)
 
 
 def _divisions(desc: W3Desc, config: W3Config) -> Iterator[W3Config]:
-    """The config with other slots, numbers of blocks and pipes for its shifts."""
+    """The config with other slots and numbers of blocks."""
     steps = (1, config.split_warps) if desc.device.bulk else (config.split_warps,)
-    for slot_steps, blocks, shifts in product(dict.fromkeys(steps), _blocks(desc, config), (0, 2)):
+    for slot_steps, blocks in product(dict.fromkeys(steps), _blocks(desc, config)):
         step_bytes = 2 * desc.tile_bytes * config.row_warps * (1 if desc.device.bulk else config.token_warps)
-        for slots in dict.fromkeys(round(bytes_ / (step_bytes * slot_steps)) for bytes_ in IN_FLIGHT):
-            least = max(2, config.split_warps // slot_steps)
-            yield replace(
-                config,
-                slots=min(max(slots, least), max(_MOST_SLOTS, least)),
-                slot_steps=slot_steps,
-                blocks=blocks,
-                multiplied_shifts=shifts,
-            )
+        groups = config.split_warps // slot_steps  # each slot stays with one group of split warps
+        least, most = -(-2 // groups), max(1, _MOST_SLOTS // groups)
+        for rounds in dict.fromkeys(round(bytes_ / (step_bytes * slot_steps * groups)) for bytes_ in IN_FLIGHT):
+            slots = groups * min(max(rounds, least), max(most, least))
+            yield replace(config, slots=slots, slot_steps=slot_steps, blocks=blocks)
 
 
 def _blocks(desc: W3Desc, config: W3Config) -> list[int]:

@@ -117,8 +117,6 @@ class W3Config:
         slot_steps: steps of every row tile in a slot; divides `split_warps`, and before sm_90 is equal to it.
         warpgroups: four warps share a matrix instruction (sm_90a only).
         depth: 16-row blocks of products that a warpgroup has in flight, 1 or 2.
-        multiplied_shifts: kinds of shift that are multiplications, 0 to 2 (kernels/w3_words.cuh).
-        min_blocks: blocks, of this launch and the next, that must fit a multiprocessor.
     """
 
     token_tiles: int
@@ -131,8 +129,6 @@ class W3Config:
     slot_steps: int = 1
     warpgroups: bool = False
     depth: int = 2
-    multiplied_shifts: int = 0
-    min_blocks: int = 1
 
     @property
     def warps(self) -> int:
@@ -226,8 +222,6 @@ def decode_text(desc: W3Desc, config: W3Config) -> KernelText:
             ("W3_DEPTH", config.depth),
             ("W3_HALF_STEP", desc.column_tiles % 2),
             ("W3_INT8_MAP", int(desc.qmap_dtype == "int8")),
-            ("W3_MIN_BLOCKS", config.min_blocks),
-            ("W3_MULTIPLIED_SHIFTS", config.multiplied_shifts),
             ("W3_ROW_MAPS", int(desc.map_kind == "row")),
             ("W3_ROW_WARPS", config.row_warps),
             ("W3_SCALE_SETS", desc.scale_sets),
@@ -274,6 +268,11 @@ def make_plan(desc: W3Desc, config: W3Config) -> W3Plan:
         raise UnsupportedError(
             f"expected at most {TOKEN_TILE * config.all_token_tiles} tokens for {config}, got {desc.tokens}; "
             "choose more token tiles"
+        )
+    if config.slots * config.slot_steps % config.split_warps:
+        raise UnsupportedError(
+            f"expected slots for whole rounds of split warps, got {config.slots} of {config.slot_steps} steps for "
+            f"{config.split_warps} warps; choose a multiple"
         )
     shared = shared_bytes(desc, config)
     if shared > desc.device.shared_bytes:

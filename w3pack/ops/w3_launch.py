@@ -49,10 +49,6 @@ class Decoder:
             "chunk_steps": plan.chunk_steps,
             "chunk_reciprocal": _ONES // plan.chunk_steps,
             "chunks": plan.chunks,
-            "factor16": 1 << 16,
-            "factor3": 1 << 29,
-            "factor2": 1 << 30,
-            "factor1": 1 << 31,
             "unused": 0,
         }
 
@@ -101,8 +97,8 @@ class Decoder:
             values["staged_scales"] = values["staged"] + plan.staged_bytes
             self._stage.launch(
                 stream=stream,
-                grid=plan.desc.steps,
-                block=256,
+                grid=plan.desc.steps * plan.config.all_token_tiles,
+                block=64,
                 shared_bytes=0,
                 params=w3_params.STAGE.pack({**values, "scales": values["staged_scales"]}),
                 programmatic=self._programmatic,

@@ -67,10 +67,6 @@ DECODE = Packing(
         "chunk_steps": _INT,
         "chunk_reciprocal": _UINT,
         "chunks": _INT,
-        "factor16": _UINT,
-        "factor3": _UINT,
-        "factor2": _UINT,
-        "factor1": _UINT,
     },
 )
 

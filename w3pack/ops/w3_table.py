@@ -40,8 +40,6 @@ _CONFIG_BOUNDS = {
     "blocks": (1, 1 << 16),
     "slot_steps": (1, 16),
     "depth": (1, 2),
-    "multiplied_shifts": (0, 2),
-    "min_blocks": (1, 8),
 }
 _MAX_WARPS = 28  # four more feed them
 
