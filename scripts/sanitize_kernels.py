@@ -1,0 +1,115 @@
+"""Every kind of decode kernel on small shapes, to be run under compute-sanitizer; says ok, or which result is wrong.
+
+compute-sanitizer --tool memcheck --error-exitcode 1 python scripts/sanitize_kernels.py
+compute-sanitizer --tool racecheck --error-exitcode 1 python scripts/sanitize_kernels.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import torch
+
+from w3pack.bench.operands import Weights, random_weights, random_x, relative_error
+from w3pack.bench.shapes import Case
+from w3pack.bench.suite import texts
+from w3pack.errors import UnsupportedError
+from w3pack.jit import load
+from w3pack.ops.device import limits
+from w3pack.ops.w3_config import KEPT, OWN, STREAMED, W3Config, W3Plan, make_plan
+from w3pack.ops.w3_decide import plan_of
+from w3pack.ops.w3_launch import run_decode
+from w3pack.ops.w3_linear import w3_linear
+
+#: Few blocks, so that each walks over several row blocks and hands sums on.
+BLOCKS = 5
+CASES = (
+    Case(320, 1088, 3, group_size=64),
+    Case(448, 1024, 8, layout="nibble", qmap_dtype="float16"),
+    Case(448, 1024, 16, x_dtype="bfloat16"),
+    Case(448, 1024, 40),
+)
+ALLOWED = {"float16": 3e-3, "bfloat16": 1e-2}
+
+
+def configs(case: Case) -> Iterator[W3Config]:
+    """One of each kind that the device has: where activations lie, who shares a row tile, which matrix instructions."""
+    device = limits(0)
+    tiles = next(n for n in (1, 2, 4, 8) if 8 * n >= case.tokens)
+    for ring in (OWN, KEPT, STREAMED, 4) if device.bulk else (OWN,):
+        for row_warps, warpgroups in ((4, False), (4, True), (1, False)):
+            if (warpgroups and device.arch != "sm_90a") or (ring == OWN and case.tokens > 16):
+                continue
+            split = 1 if ring > 0 or tiles > 2 else 2
+            yield W3Config(
+                token_tiles=min(tiles, 2),
+                row_warps=row_warps,
+                split_warps=split,
+                token_warps=max(1, tiles // 2),
+                slots=4,
+                ring=ring,
+                blocks=BLOCKS,
+                slot_steps=1 if device.bulk else split,
+                warpgroups=warpgroups,
+            )
+
+
+def plans(case: Case) -> list[W3Plan]:
+    """The chosen plan, and one of each kind that fits."""
+    desc = case.desc(limits(0))
+    found = [replace(plan_of(desc, None))]
+    for config in configs(case):
+        try:
+            found.append(make_plan(desc, config))
+        except UnsupportedError:
+            continue
+    return found
+
+
+def wrong(case: Case, weights: Weights, y: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether y is further from float64 than rounding explains."""
+    return not relative_error(y, weights.exact(x)) <= ALLOWED[case.x_dtype]
+
+
+def main() -> int:
+    """The command line."""
+    if not torch.cuda.is_available():
+        print("expected a CUDA device, got none; run this on a machine with a GPU", file=sys.stderr)
+        return 3
+    device = torch.device("cuda", 0)
+    work = [(case, plan) for case in CASES for plan in plans(case)]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda text: load(text, 0), {text for _, plan in work for text in texts(plan)}))
+    faults = 0
+    for case in CASES:
+        weights, x = random_weights(case.spec, device=device), random_x(case, device=device)
+        for plan in (plan for of, plan in work if of is case):
+            y = torch.full((case.tokens, case.rows), float("nan"), dtype=x.dtype, device=device)
+            for _ in range(2):
+                run_decode(plan, x, weights.codes, weights.scales, weights.qmap, None, y)
+            if wrong(case, weights, y, x):
+                faults += 1
+                print(f"wrong: {case} {plan.config}")
+        many = random_x(replace(case, tokens=200), device=device)
+        found = w3_linear(
+            many,
+            weights.codes,
+            weights.scales,
+            weights.qmap,
+            None,
+            rows=case.rows,
+            columns=case.columns,
+            group_size=case.group_size,
+        )
+        if wrong(case, weights, found, many):
+            faults += 1
+            print(f"wrong: {case} with 200 tokens")
+    print(f"{len(work)} decode kernels and {len(CASES)} dense products: {faults or 'none'} wrong")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
