@@ -2,7 +2,8 @@
 //
 // A step is 128 columns, two tiles; its staged form takes 2048 bytes for every 8 tokens.
 //   int8 map:    two planes, x = scale * (256 * high + low), with one scale for each token and step: x keeps 16 bits of its largest
-//                value in the step.
+//                value in the step. Up to four tokens' planes share a tile of 8: high planes are tokens 0 to 3 of it, low planes 4 to
+//                7, each with its own scale, and a step takes 1024 bytes.
 //   float16 map: float16. float16 input is copied. bfloat16 input is multiplied by a power of two for each token and step, so that
 //                its largest value lies in [1, 2): exact for everything within 2^-14 of that, and never an overflow.
 // Order, for instructions of single warps: [tile 2][part 2][n-tile][lane 32][16 bytes]; lane (g, t) finds token 8 * n_tile + g, columns
@@ -64,29 +65,31 @@ W3_DEVICE Eight to_floats(Vec4 v) {
 }
 
 // Where 8 columns (lane `part16` of a half warp: tile, t, half) of a token go.
-template <bool int8_map, bool warpgroups, int token_tiles, int token_warps>
+template <bool int8_map, bool warpgroups, int token_tiles, int token_warps, bool beside>
 struct StagePlace {
   char* at;
 
   W3_DEVICE StagePlace(char* step_out, int part16, int token) {
     const int tile = part16 / 8, t = part16 % 8 / 2, half = part16 % 2, g = token % 8, n_tile = token / 8;
     if constexpr (warpgroups) {
-      constexpr int kColumnTiles = (int8_map ? 2 : 1) * token_tiles;
+      constexpr int kColumnTiles = (int8_map && !beside ? 2 : 1) * token_tiles;
       const int k_step = int8_map ? 2 * tile + half : 4 * tile + 2 * half;
       at = step_out + ((k_step * token_warps + n_tile / token_tiles) * kColumnTiles + n_tile % token_tiles) * 256 + g * 16 + 4 * t;
     } else {
       constexpr int kAll = token_tiles * token_warps;
-      at = step_out + (tile * 2 * kAll + n_tile) * 512 + (4 * g + t) * 16 + (int8_map ? 8 * half : kAll * 512 * half);
+      at = step_out + (tile * (beside ? 1 : 2) * kAll + n_tile) * 512 + (4 * g + t) * 16 + (int8_map ? 8 * half : kAll * 512 * half);
     }
   }
 
   // Eight int8 values of a plane, 0 high or 1 low.
   W3_DEVICE void store_plane(int plane, u32 first, u32 second) const {
     if constexpr (warpgroups) {
-      *reinterpret_cast<u32*>(at + plane * token_tiles * 256) = first;
-      *reinterpret_cast<u32*>(at + plane * token_tiles * 256 + 128) = second;
+      constexpr int kNextPlane = beside ? 4 * 16 : token_tiles * 256;
+      *reinterpret_cast<u32*>(at + plane * kNextPlane) = first;
+      *reinterpret_cast<u32*>(at + plane * kNextPlane + 128) = second;
     } else {
-      *reinterpret_cast<uint2*>(at + plane * token_tiles * token_warps * 512) = make_uint2(first, second);
+      constexpr int kNextPlane = beside ? 4 * 4 * 16 : token_tiles * token_warps * 512;
+      *reinterpret_cast<uint2*>(at + plane * kNextPlane) = make_uint2(first, second);
     }
   }
 
@@ -106,9 +109,9 @@ struct StagePlace {
 
 // Stages 8 columns of one token; the 16 lanes of a half warp hold one step of it. `part16` is the lane in the half warp. All 32 lanes
 // of a warp call it together.
-template <bool bf16, bool int8_map, bool warpgroups, int token_tiles, int token_warps>
+template <bool bf16, bool int8_map, bool warpgroups, int token_tiles, int token_warps, bool beside>
 W3_DEVICE void stage_eight(Vec4 raw, int part16, int token, char* step_out, float* scale_out) {
-  const StagePlace<int8_map, warpgroups, token_tiles, token_warps> place(step_out, part16, token);
+  const StagePlace<int8_map, warpgroups, token_tiles, token_warps, beside> place(step_out, part16, token);
   if constexpr (!int8_map && !bf16) {
     place.store_halves(raw);
   } else {
@@ -140,7 +143,10 @@ W3_DEVICE void stage_eight(Vec4 raw, int part16, int token, char* step_out, floa
       }
       place.store_plane(0, high[0], high[1]);
       place.store_plane(1, low[0], low[1]);
-      if (part16 == 0) scale_out[token] = scale;
+      if (part16 == 0) {
+        scale_out[token] = beside ? 256.0f * scale : scale;
+        if constexpr (beside) scale_out[token + 4] = scale;
+      }
     } else {
       const u32 exponent = min(max(__float_as_uint(peak) >> 23, 2u), 252u);
       const float inverse = __uint_as_float((254u - exponent) << 23);

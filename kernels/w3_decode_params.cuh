@@ -46,7 +46,8 @@ constexpr int kSlotRows = kRowWarps * (kBulk ? 1 : kTokenWarps);
 constexpr int kSlotCodeBytes = kSlotSteps * 2 * kTileBytes;
 constexpr int kSlotRowBytes = kSlotCodeBytes + kSlotSteps * 128 * kScaleSets;
 constexpr int kSlotReaders = kWarps / kSlotGroups;
-constexpr int kStepXBytes = 2048 * kAllTokenTiles;       // staged activations of a step
+constexpr bool kBeside = W3_BESIDE;                      // at most four tokens, whose two planes lie beside each other in one tile
+constexpr int kStepXBytes = (kBeside ? 1024 : 2048) * kAllTokenTiles;  // staged activations of a step
 constexpr int kStepXScales = 8 * kAllTokenTiles;
 constexpr int kSlotXAt = kSlotRows * kSlotRowBytes;      // where streamed activations lie in a slot: operands, then scales
 constexpr int kSlotScalesAt = kSlotXAt + kSlotSteps * kStepXBytes;
@@ -55,6 +56,7 @@ constexpr bool kScaledX = kInt8Map || kBf16;
 constexpr u32 kEmpty = 0xFFFFFFFFu;                      // a NaN that no arithmetic produces
 
 static_assert(!kWarpgroups || (kRowWarps % 4 == 0 && kTokenTiles <= 4), "the four warps of a warpgroup take four row tiles");
+static_assert(!kBeside || (kInt8Map && kAllTokenTiles == 1), "planes beside each other fill one tile");
 static_assert(kBulk || kStagedX == kOwn || kStagedX == kFromGlobal, "the other ways need bulk copies");
 static_assert(kSplitWarps % kSlotSteps == 0 && kSlots % kSlotGroups == 0, "a slot stays with one group, which sees each of its phases");
 static_assert(kBulk || kSlotGroups == 1, "before sm_90 a slot is a step of every worker");

@@ -73,7 +73,7 @@ W3_DEVICE void stage_steps(const Params& p, const Walk& walk, const ActivationOr
     }
 #pragma unroll
     for (int i = 0; i < kTogether; ++i)
-      stage_eight<kBf16, kInt8Map, kWarpgroups, kTokenTiles, kTokenWarps>(
+      stage_eight<kBf16, kInt8Map, kWarpgroups, kTokenTiles, kTokenWarps, kBeside>(
           raw[i], part16, token[i], x_out + place[i] * kStepXBytes, scales_out + place[i] * kStepXScales);
   }
 }

@@ -31,9 +31,14 @@ W3_DEVICE void store_outputs(const Params& p, int row_tile, int token_warp, int 
 }
 
 // Everything that follows the last step of a row block: sums over warps, then over thread blocks, then the output.
-W3_DEVICE void finish(const Params& p, const Walk& walk, int row_block, const Accumulators& acc, u32 exchange, int warp,
+W3_DEVICE void finish(const Params& p, const Walk& walk, int row_block, Accumulators& acc, u32 exchange, int warp,
                       int row_warp, int split_warp, int token_warp, int lane) {
   constexpr int kMine = kSplitWarps == 1 ? kQuads : (kQuads + kSplitWarps - 1) / kSplitWarps;
+  if constexpr (kBeside)  // lanes t and t + 2 hold the planes of the same tokens
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc.value[q][0][e] += __shfl_xor_sync(0xFFFFFFFFu, acc.value[q][0][e], 2);
   float sum[kMine][4];
   if constexpr (kSplitWarps == 1) {
 #pragma unroll

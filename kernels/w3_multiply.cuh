@@ -23,6 +23,18 @@ W3_DEVICE void multiply_block(const BlockFragments<kInt8Map> (&a)[2], const Toke
                               float (&acc)[4]) {
   if constexpr (kInt8Map) {
     // integer sums of a step stay below 2^22, so they can grow inside the mantissa of kInteger and need no conversion
+    if constexpr (kBeside) {
+      u32 sum[4] = {kIntegerBits, kIntegerBits, kIntegerBits, kIntegerBits};
+#pragma unroll
+      for (int tile = first_tile; tile < last_tile; ++tile)
+#pragma unroll
+        for (int s = 0; s < 2; ++s)
+          mma_s8(sum, a[tile].a[s], component(b.part[tile][0], 2 * s), component(b.part[tile][0], 2 * s + 1));
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        acc[e] = fmaf(fmaf(__uint_as_float(sum[e]), b.scale[e % 2], b.offset[e % 2]), row_scale[e / 2], acc[e]);
+      return;
+    }
     u32 high[4] = {kIntegerBits, kIntegerBits, kIntegerBits, kIntegerBits};
     u32 low[4] = {kIntegerBits, kIntegerBits, kIntegerBits, kIntegerBits};
 #pragma unroll
@@ -129,7 +141,7 @@ struct StepWords {
 // The sums of a warpgroup instruction: with an int8 map high and low plane side by side.
 template <bool int8_map>
 struct WarpgroupSums {
-  static constexpr int kRegisters = (int8_map ? 8 : 4) * kTokenTiles;
+  static constexpr int kRegisters = (int8_map && !kBeside ? 8 : 4) * kTokenTiles;
   u32 integer[int8_map ? kRegisters : 1];
   float real[int8_map ? 1 : kRegisters];
 
@@ -174,7 +186,9 @@ struct WarpgroupSums {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         float sum;
-        if constexpr (int8_map)  // below 2^30 for 128 columns
+        if constexpr (int8_map && kBeside)
+          sum = __int2float_rn(static_cast<int>(integer[4 * n + e]));
+        else if constexpr (int8_map)  // below 2^30 for 128 columns
           sum = __int2float_rn(static_cast<int>(integer[4 * n + e]) * 256 + static_cast<int>(integer[4 * (kTokenTiles + n) + e]));
         else
           sum = real[4 * n + e];
@@ -200,7 +214,7 @@ W3_DEVICE void multiply_step_warpgroup(const StepSlot& slot, const Maps& maps, c
       x_scale[n][0] = s.x;
       x_scale[n][1] = s.y;
     }
-  const u64 operands = operand_descriptor(x.shared + token_warp * (kInt8Map ? 512 : 256) * kTokenTiles);
+  const u64 operands = operand_descriptor(x.shared + token_warp * (kInt8Map && !kBeside ? 512 : 256) * kTokenTiles);
   BlockFragments<kInt8Map> a[kDepth][2];
   WarpgroupSums<kInt8Map> sums[kDepth][kScaleSets];
   auto collect = [&](int block) {
@@ -259,13 +273,14 @@ W3_DEVICE void multiply_step_warp(const StepSlot& slot, const Maps& maps, const 
   TokenOperands b[kTokenTiles <= 2 ? kTokenTiles : 1];
   BlockFragments<kInt8Map> a[kTogether][2];
 
+  constexpr int kParts = kBeside ? 1 : 2;
   auto load_operands = [&](int tile_index, TokenOperands& out) {
     const int n_tile = token_warp * kTokenTiles + tile_index;
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
-      for (int part = 0; part < 2; ++part)
-        out.part[tile][part] = x.operands(((tile * 2 + part) * kAllTokenTiles + n_tile) * 512 + lane * 16);
+      for (int part = 0; part < kParts; ++part)
+        out.part[tile][part] = x.operands(((tile * kParts + part) * kAllTokenTiles + n_tile) * 512 + lane * 16);
     if constexpr (kScaledX) {
       const float2 s = x.scales(8 * n_tile + 2 * (lane % 4));
       out.scale[0] = s.x;

@@ -28,6 +28,17 @@ W3_DEVICE void wgmma_wait() {
 
 // D = A B (+ D if accumulate): int8, k = 32. N is twice the registers of a lane.
 template <int accumulate>
+W3_DEVICE void wgmma_s8(u32 (&d)[4], const u32 (&a)[4], u64 b) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %9, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n8k32.s32.s8.s8 "
+      "{%0, %1, %2, %3}, "
+      "{%4, %5, %6, %7}, %8, p; }"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(accumulate));
+}
+
+template <int accumulate>
 W3_DEVICE void wgmma_s8(u32 (&d)[8], const u32 (&a)[4], u64 b) {
   asm volatile(
       "{ .reg .pred p; setp.ne.b32 p, %13, 0;\n"

@@ -22,7 +22,7 @@ part() {
     tune)
       rm -f "$OUT/table.json"
       tune() { "$PY" -m w3pack tune --model limits --output "$OUT/table.json" --json -q "$@"; }
-      tune --tokens 8,16 --layout dense --qmap int8 --candidates 120 &&
+      tune --tokens 4,8,16 --layout dense --qmap int8 --candidates 120 &&
         tune --tokens 32,64 --layout dense --qmap int8 --candidates 60 &&
         tune --tokens 8,16 --layout nibble --qmap float16 --candidates 50 && cp "$OUT/table.json" "$TABLE" ;;
     bench)

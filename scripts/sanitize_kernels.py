@@ -19,7 +19,7 @@ from w3pack.bench.suite import texts
 from w3pack.errors import UnsupportedError
 from w3pack.jit import load
 from w3pack.ops.device import limits
-from w3pack.ops.w3_config import KEPT, OWN, STREAMED, W3Config, W3Plan, make_plan
+from w3pack.ops.w3_config import BESIDE_TOKENS, KEPT, OWN, STREAMED, W3Config, W3Plan, make_plan
 from w3pack.ops.w3_decide import plan_of
 from w3pack.ops.w3_launch import run_decode
 from w3pack.ops.w3_linear import w3_linear
@@ -43,6 +43,7 @@ def configs(case: Case) -> Iterator[W3Config]:
         for row_warps, warpgroups in ((4, False), (4, True), (1, False)):
             if (warpgroups and device.arch != "sm_90a") or (ring == OWN and case.tokens > 16):
                 continue
+            beside = case.tokens <= BESIDE_TOKENS and case.qmap_dtype == "int8" and row_warps == 4
             split = 1 if ring > 0 or tiles > 2 else 2
             yield W3Config(
                 token_tiles=min(tiles, 2),
@@ -54,6 +55,7 @@ def configs(case: Case) -> Iterator[W3Config]:
                 blocks=BLOCKS,
                 slot_steps=1 if device.bulk else split,
                 warpgroups=warpgroups,
+                beside=beside,
             )
 
 

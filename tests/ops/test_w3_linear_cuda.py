@@ -189,6 +189,40 @@ def test_fifty_launches_agree_in_every_bit(
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+@pytest.mark.parametrize("ring", [OWN, KEPT, STREAMED])
+@pytest.mark.parametrize("row_warps", [1, 4])
+@pytest.mark.parametrize("warpgroups", [False, True])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_planes_beside_each_other(
+    make: Make, ring: int, row_warps: int, warpgroups: bool, dtype: torch.dtype, workspace_is_clean: None
+) -> None:
+    """Up to four tokens in one token tile: the same sums in another order."""
+    packed, limits_ = make((520, 7168, 128, 9)), limits(0)
+    if (ring != OWN and not limits_.bulk) or (warpgroups and (row_warps < 4 or limits_.arch != "sm_90a")):
+        pytest.skip("not a config of this device")
+    split = 8 // row_warps
+    for tokens in (1, 2, 3, 4):
+        desc = W3Desc.of(packed.spec, tokens=tokens, x_dtype=str(dtype).removeprefix("torch."), device=limits_)
+        config = W3Config(
+            token_tiles=1,
+            row_warps=row_warps,
+            split_warps=split,
+            token_warps=1,
+            slots=8,
+            ring=ring,
+            blocks=limits_.multiprocessors,
+            slot_steps=1 if limits_.bulk else split,
+            warpgroups=warpgroups,
+            beside=True,
+        )
+        x = random_x(tokens, 7168, dtype=dtype, seed=tokens)
+        found = torch.full((tokens, 520), float("nan"), dtype=dtype, device="cuda")
+        w3_launch.run_decode(make_plan(desc, config), x, *packed.tensors, None, found)
+        truth = torch.nn.functional.linear(x.double(), packed.weight)
+        plain = torch.nn.functional.linear(x, packed.weight.to(dtype))
+        assert relative(found, truth) <= 2 * relative(plain, truth) + torch.finfo(dtype).eps
+
+
 @pytest.mark.parametrize(("ring", "row_warps"), [(OWN, 4), (KEPT, 4), (STREAMED, 4), (STREAMED, 1), (4, 8)])
 @pytest.mark.parametrize("warpgroups", [False, True])
 def test_launches_that_overlap_neither_hang_nor_differ(

@@ -126,6 +126,7 @@ CONFIG = [*ENTRY, "config"]
         ([*CONFIG, "token_tiles"], 8 + 1),
         ([*CONFIG, "warpgroups"], 1),
         ([*CONFIG, "warpgroups"], True),  # with one row warp
+        ([*CONFIG, "beside"], 1),
         ([*CONFIG, "speed"], 1),
     ],
 )
@@ -143,7 +144,7 @@ def test_files_that_are_no_table_are_refused(tmp_path: Path, data: bytes) -> Non
 
 
 def test_every_field_of_a_config_is_read() -> None:
-    assert {field.name for field in dataclasses.fields(W3Config)} == {*w3_table._CONFIG_BOUNDS, "warpgroups"}
+    assert {field.name for field in dataclasses.fields(W3Config)} == {*w3_table._CONFIG_BOUNDS, "warpgroups", "beside"}
 
 
 def test_names_of_devices_become_file_names() -> None:

@@ -10,6 +10,7 @@ from itertools import product
 
 from w3pack.errors import UnsupportedError
 from w3pack.ops.w3_config import (
+    BESIDE_TOKENS,
     FROM_GLOBAL,
     KEPT,
     MAX_OWN_TOKENS,
@@ -49,6 +50,7 @@ def candidates(desc: W3Desc, *, limit: int = 40) -> list[W3Config]:
             config.token_warps,
             config.ring,
             config.warpgroups,
+            config.beside,
             config.slot_steps,
         )
         families[family].append((_cost(desc, config), config))
@@ -66,10 +68,11 @@ def _sound(desc: W3Desc) -> Iterator[W3Config]:
     tiles = next((tiles for tiles in (1, 2, 4, 8) if TOKEN_TILE * tiles >= desc.tokens), 8)
     device = desc.device
     own = [OWN] if desc.tokens <= MAX_OWN_TOKENS else []
+    sides = (True, False) if desc.tokens <= BESIDE_TOKENS and desc.qmap_dtype == "int8" else (False,)
     rings = [*own, KEPT, STREAMED, *RINGS] if device.bulk else [*own, FROM_GLOBAL]
     groups = (False, True) if device.arch == "sm_90a" else (False,)
-    for token_tiles, row_warps, split_warps, token_warps, ring, warpgroups in product(
-        TOKEN_TILES, ROW_WARPS, SPLIT_WARPS, TOKEN_WARPS, rings, groups
+    for token_tiles, row_warps, split_warps, token_warps, ring, warpgroups, beside in product(
+        TOKEN_TILES, ROW_WARPS, SPLIT_WARPS, TOKEN_WARPS, rings, groups, sides
     ):
         warps = row_warps * split_warps * token_warps
         if token_tiles * token_warps != tiles or not WARPS[0] <= warps <= WARPS[1]:
@@ -85,6 +88,7 @@ def _sound(desc: W3Desc) -> Iterator[W3Config]:
             ring=ring,
             blocks=device.multiprocessors,
             warpgroups=warpgroups,
+            beside=beside,
             depth=1 if warpgroups and warps > 8 else 2,  # with two in flight twelve warps run out of registers
         )
         for candidate in _divisions(desc, config):

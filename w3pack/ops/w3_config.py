@@ -22,6 +22,8 @@ MapKind = Literal["linear", "tile", "row"]
 
 STEP_COLUMNS = 128
 TOKEN_TILE = 8
+#: Tokens whose two planes fit a token tile together.
+BESIDE_TOKENS = 4
 _ARITHMETIC = 1 << 32
 #: Values of `W3Config.ring` that are no length: kOwn, kFromGlobal, kKept, kStreamed of the kernels.
 OWN, FROM_GLOBAL, KEPT, STREAMED = 0, -1, -2, -3
@@ -117,6 +119,7 @@ class W3Config:
         slot_steps: steps of every row tile in a slot; divides `split_warps`, and before sm_90 is equal to it.
         warpgroups: four warps share a matrix instruction (sm_90a only).
         depth: 16-row blocks of products that a warpgroup has in flight, 1 or 2.
+        beside: at most four tokens, whose two int8 planes fill one token tile together: half the products.
     """
 
     token_tiles: int
@@ -129,6 +132,7 @@ class W3Config:
     slot_steps: int = 1
     warpgroups: bool = False
     depth: int = 2
+    beside: bool = False
 
     @property
     def warps(self) -> int:
@@ -139,6 +143,16 @@ class W3Config:
     def all_token_tiles(self) -> int:
         """Tiles of 8 tokens that a thread block takes."""
         return self.token_tiles * self.token_warps
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a thread block takes."""
+        return BESIDE_TOKENS if self.beside else TOKEN_TILE * self.all_token_tiles
+
+    @property
+    def step_bytes(self) -> int:
+        """Staged activations of a step, without their scales (kStepXBytes)."""
+        return (1024 if self.beside else 2048) * self.all_token_tiles
 
 
 @dataclass(frozen=True)
@@ -203,11 +217,11 @@ def shared_bytes(desc: W3Desc, config: W3Config) -> int:
     slot = slot_rows * config.slot_steps * (2 * desc.tile_bytes + 128 * desc.scale_sets)
     tiles = config.all_token_tiles
     if config.ring == STREAMED:
-        slot += config.slot_steps * (2048 + 32) * tiles
+        slot += config.slot_steps * (config.step_bytes + 32 * tiles)
     steps = resident_steps(desc, config) if keeps_activations(config) else max(config.ring, 0)
     exchange = config.warps * 4 * config.token_tiles * 512 if config.split_warps > 1 else 0
     barriers = 8 * (2 * config.slots + 2 * max(config.ring, 0) + chunks(desc, config)[2])
-    return config.slots * slot + steps * (2048 * tiles + 32 * tiles) + exchange + barriers
+    return config.slots * slot + steps * (config.step_bytes + 32 * tiles) + exchange + barriers
 
 
 def decode_text(desc: W3Desc, config: W3Config) -> KernelText:
@@ -216,6 +230,7 @@ def decode_text(desc: W3Desc, config: W3Config) -> KernelText:
         file="w3_decode.cu",
         entry="w3_decode",
         defines=(
+            ("W3_BESIDE", int(config.beside)),
             ("W3_BF16", int(desc.x_dtype == "bfloat16")),
             ("W3_BULK", int(desc.device.bulk)),
             ("W3_DENSE", int(desc.layout == "dense")),
@@ -242,6 +257,7 @@ def stage_text(desc: W3Desc, config: W3Config) -> KernelText:
         file="w3_stage.cu",
         entry="w3_stage",
         defines=(
+            ("W3_BESIDE", int(config.beside)),
             ("W3_BF16", int(desc.x_dtype == "bfloat16")),
             ("W3_INT8_MAP", int(desc.qmap_dtype == "int8")),
             ("W3_TOKEN_TILES", config.token_tiles),
@@ -264,10 +280,14 @@ def make_plan(desc: W3Desc, config: W3Config) -> W3Plan:
         UnsupportedError: the config does not fit the call or the device.
     """
     config = fitted(desc, config)
-    if desc.tokens > TOKEN_TILE * config.all_token_tiles:
+    if desc.tokens > config.tokens:
         raise UnsupportedError(
-            f"expected at most {TOKEN_TILE * config.all_token_tiles} tokens for {config}, got {desc.tokens}; "
-            "choose more token tiles"
+            f"expected at most {config.tokens} tokens for {config}, got {desc.tokens}; choose more token tiles"
+        )
+    if config.beside and (desc.qmap_dtype != "int8" or config.all_token_tiles != 1):
+        raise UnsupportedError(
+            f"expected an int8 map and one token tile for planes beside each other, got {desc.qmap_dtype} and {config}; "
+            "leave beside out"
         )
     if config.slots * config.slot_steps % config.split_warps:
         raise UnsupportedError(
@@ -303,6 +323,6 @@ def make_plan(desc: W3Desc, config: W3Config) -> W3Plan:
         chunk_steps=chunk_steps,
         chunks=most_chunks,
         partial_bytes=config.blocks * config.row_warps * config.all_token_tiles * 4 * 512,
-        staged_bytes=0 if own else desc.steps * 2048 * config.all_token_tiles,
+        staged_bytes=0 if own else desc.steps * config.step_bytes,
         staged_scale_bytes=0 if own else desc.steps * 32 * config.all_token_tiles,
     )

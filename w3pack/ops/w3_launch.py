@@ -26,7 +26,7 @@ class Decoder:
         """
         desc = plan.desc
         self.plan = plan
-        self.capacity = 8 * plan.config.all_token_tiles
+        self.capacity = plan.config.tokens
         self._device_index = device_index
         self._decode = load(plan.decode, device_index)
         self._stage = load(plan.stage, device_index) if plan.stage else None

@@ -171,20 +171,26 @@ def config_from_json(document: Any, path: Path) -> W3Config:
         for name, (low, high) in _CONFIG_BOUNDS.items()
         if name in document or name not in optional
     }
-    warpgroups = document.get("warpgroups", False)
-    if not isinstance(warpgroups, bool):
-        raise _damaged(path, "warpgroups to be true or false", repr(warpgroups)[:200])
-    config = W3Config(**values, warpgroups=warpgroups)
+    warpgroups, beside = (_flag(document, name, path) for name in ("warpgroups", "beside"))
+    config = W3Config(**values, warpgroups=warpgroups, beside=beside)
     sound = (
         config.warps <= _MAX_WARPS
         and config.all_token_tiles * 8 <= MAX_TOKENS
         and config.split_warps % config.slot_steps == 0
         and (config.ring <= 0 or config.split_warps == 1)
+        and (not beside or config.all_token_tiles == 1)
         and (not warpgroups or (config.row_warps % 4 == 0 and config.token_tiles <= 4 and config.ring != FROM_GLOBAL))
     )
     if not sound:
         raise _damaged(path, "a config whose fields go together", str(config))
     return config
+
+
+def _flag(document: Mapping[str, Any], name: str, path: Path) -> bool:
+    value = document.get(name, False)
+    if not isinstance(value, bool):
+        raise _damaged(path, f"{name} to be true or false", repr(value)[:200])
+    return value
 
 
 def _entry(entry: Mapping[str, Any], path: Path) -> Entry:
