@@ -225,6 +225,43 @@ W3_DEVICE bool elect_one() {
   return elected != 0;
 }
 
+// ---- clusters: blocks that are resident together and reach each other's shared memory
+
+// A barrier of every thread of every block of the cluster, with what they wrote before.
+W3_DEVICE void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The address, for the whole cluster, of what lies at `shared` in block `rank` of it.
+W3_DEVICE u32 in_block(u32 shared, u32 rank) {
+  u32 address;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
+  return address;
+}
+
+// Arrives at a barrier of any block of the cluster; what this thread wrote, or saw written, comes before.
+W3_DEVICE void cluster_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// barrier_wait for arrivals from other blocks.
+W3_DEVICE void cluster_wait(u32 barrier, u32 parity) {
+  u32 done;
+  do {
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  } while (!done);
+}
+
+W3_DEVICE Float4 load_cluster_float4(u32 address) {
+  Float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
+  return v;
+}
+
 // Ordinary writes to shared memory become visible to the asynchronous units (tensor cores, copy engine).
 W3_DEVICE void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -17,6 +17,9 @@
 // only ever waits for blocks of lower index, which were started before it; and it adds in order of index, so two runs agree in
 // every bit.
 //
+// With kCluster > 1 the blocks of a cluster take the same row blocks, each a part of the steps, and add up in each other's shared memory,
+// each a part of the sums: for small matrices and many tokens, where one block would add up what many left.
+//
 // Inside a thread block the working warp (r, k, w) takes row tile r of the row block, every kSplitWarps-th step from k, and token
 // tiles of its own. Weights come through one ring of slots in shared memory that extra warps keep full with bulk copies (w3_feed.cuh);
 // a slot holds kSlotSteps steps of every row tile. Codes go from the slot into registers, through `prmt`, into the matrix
@@ -35,7 +38,7 @@
 // fetched into the L2 cache by w3_stage.cu (20 to 40 % slower), polling one word of a partial sum for all lanes (lanes are answered
 // eight at a time: the word's own lane could put the pattern back before others had seen it, and they waited for ever). Rejected
 // without a trial: red.global for the sums (order, and so bits, vary), counters with "last block adds up" (one more fence and round
-// trip), clusters (they leave 4 of 132 multiprocessors idle).
+// trip).
 #include "w3_feed.cuh"
 #include "w3_finish.cuh"
 
@@ -49,6 +52,7 @@ W3_DEVICE void work(const Params& p, const Walk& walk, const SharedMap& map, cha
   int units_until_mine = slot;  // slots that go to other groups first
   [[maybe_unused]] int x_slot = 0;
   [[maybe_unused]] u32 parity = 0, x_parity = 0;
+  [[maybe_unused]] u32 sums_parity = 0;
   [[maybe_unused]] int turns = 0;                    // steps of the row blocks before
   [[maybe_unused]] int x_ready = 0, x_chunk = 0;     // turns, and chunks, of kept activations that have arrived
   int ahead_block = walk.last_block, ahead_base = walk.begin_of(walk.last_block);  // before sm_90: the next step to ask for
@@ -80,7 +84,7 @@ W3_DEVICE void work(const Params& p, const Walk& walk, const SharedMap& map, cha
   }
 
 #pragma unroll 1
-  for (int row_block = walk.last_block; row_block >= walk.first_block; --row_block) {
+  for (int row_block = walk.last_block; row_block >= walk.first_block; row_block -= walk.stride) {
     if ((kRowMaps || p.map_tiles) && row_block != walk.last_block)
       maps = load_maps(p, min(row_block * kRowWarps + row_warp, p.row_tiles - 1), lane / 4);
     Accumulators acc;
@@ -92,7 +96,7 @@ W3_DEVICE void work(const Params& p, const Walk& walk, const SharedMap& map, cha
         for (int e = 0; e < 4; ++e) acc.value[block][n][e] = 0;
 
     const int begin = walk.begin_of(row_block), end = walk.end_of(row_block);
-    [[maybe_unused]] const int to_turn = turns - begin, to_place = order.whole ? 0 : to_turn;
+    [[maybe_unused]] const int to_turn = turns - begin, to_place = order.whole ? -order.base : to_turn;
     int base = begin + units_until_mine * kSlotSteps;
 #pragma unroll 1
     for (; base < end; base += kSplitWarps) {
@@ -172,8 +176,18 @@ W3_DEVICE void work(const Params& p, const Walk& walk, const SharedMap& map, cha
     }
     units_until_mine = (base - end) / kSlotSteps;  // counted from the first slot of the next row block
     turns += end - begin;
-    finish(p, walk, row_block, acc, map.exchange, warp, row_warp, split_warp, token_warp, lane);
+    if constexpr (kCluster > 1) {
+#if __CUDA_ARCH__ >= 900
+      finish_cluster(p, row_block, acc, map, warp, row_warp, split_warp, token_warp, lane, row_block == walk.last_block, sums_parity);
+      sums_parity ^= 1;
+#endif
+    } else {
+      finish(p, walk, row_block, acc, map.exchange, warp, row_warp, split_warp, token_warp, lane);
+    }
   }
+#if __CUDA_ARCH__ >= 900
+  if constexpr (kCluster > 1) cluster_wait(map.sums_read, sums_parity ^ 1);  // nobody may leave while others read its sums
+#endif
 }
 
 extern "C" __global__ void __maxnreg__(kLaunchRegisters) w3_decode(const __grid_constant__ Params p) {
@@ -185,7 +199,10 @@ extern "C" __global__ void __maxnreg__(kLaunchRegisters) w3_decode(const __grid_
 #if __CUDA_ARCH__ >= 900
   if constexpr (kBulk) {
     if (warp == 0 && elect_one()) init_barriers(p, map);
-    __syncthreads();
+    if constexpr (kCluster > 1)
+      cluster_barrier();
+    else
+      __syncthreads();
   }
 #endif
   launch_dependents();

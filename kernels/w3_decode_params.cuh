@@ -52,6 +52,9 @@ constexpr int kStepXScales = 8 * kAllTokenTiles;
 constexpr int kSlotXAt = kSlotRows * kSlotRowBytes;      // where streamed activations lie in a slot: operands, then scales
 constexpr int kSlotScalesAt = kSlotXAt + kSlotSteps * kStepXBytes;
 constexpr int kSlotBytes = kStagedX == kStreamed ? kSlotScalesAt + kSlotSteps * kStepXScales * 4 : kSlotXAt;
+// Blocks of a cluster share the steps of their row blocks and add up in each other's shared memory; 1: runs over all blocks instead.
+constexpr int kCluster = W3_CLUSTER;
+constexpr int kSumItems = kRowWarps * kTokenWarps * kQuads;  // of 512 bytes: what a block has summed of a row block
 constexpr bool kScaledX = kInt8Map || kBf16;
 constexpr u32 kEmpty = 0xFFFFFFFFu;                      // a NaN that no arithmetic produces
 
@@ -60,6 +63,7 @@ static_assert(!kBeside || (kInt8Map && kAllTokenTiles == 1), "planes beside each
 static_assert(kBulk || kStagedX == kOwn || kStagedX == kFromGlobal, "the other ways need bulk copies");
 static_assert(kSplitWarps % kSlotSteps == 0 && kSlots % kSlotGroups == 0, "a slot stays with one group, which sees each of its phases");
 static_assert(kBulk || kSlotGroups == 1, "before sm_90 a slot is a step of every worker");
+static_assert(kCluster == 1 || kBulk, "clusters come with sm_90");
 static_assert(kStagedX <= 0 || kSplitWarps == 1, "the activation ring needs all warps on the same step");
 
 struct alignas(16) Params {
@@ -86,6 +90,7 @@ struct alignas(16) Params {
   int first_chunk, chunk_steps;  // kept activations are announced in chunks of steps; the first is longer
   u32 chunk_reciprocal;          // (2^32 - 1) / chunk_steps
   int chunks;
+  int clusters;
 };
 
 

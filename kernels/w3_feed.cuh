@@ -9,18 +9,22 @@
 #pragma once
 #include "w3_partition.cuh"
 
-// Addresses in shared memory: slots | staged activations | their scales | exchange | barriers.
+// Addresses in shared memory: slots | staged activations | their scales | exchange | the cluster's sums | barriers.
 struct SharedMap {
-  u32 slots, x, x_scales, exchange;
+  u32 slots, x, x_scales, exchange, sums;
   u32 full, empty;      // [slot], both
   u32 x_full, x_empty;  // [chunk], or [ring slot] both
+  u32 sums_full, sums_read;  // in a cluster
 
   W3_DEVICE SharedMap(u32 base, int x_steps) {
     slots = base;
     x = slots + kSlots * kSlotBytes;
     x_scales = x + x_steps * kStepXBytes;
     exchange = x_scales + x_steps * kStepXScales * 4;
-    full = exchange + (kSplitWarps > 1 ? kWarps * kQuads * 512 : 0);
+    sums = exchange + (kSplitWarps > 1 ? kWarps * kQuads * 512 : 0);
+    sums_full = sums + (kCluster > 1 ? kSumItems * 512 : 0);
+    sums_read = sums_full + 8;
+    full = sums_full + (kCluster > 1 ? 16 : 0);
     empty = full + 8 * kSlots;
     x_full = empty + 8 * kSlots;
     x_empty = x_full + 8 * (kStagedX > 0 ? kStagedX : 0);
@@ -34,22 +38,24 @@ W3_DEVICE int group_of_tile(const Params& p, int tile) {
 // Activations of this block: which step comes when, and where it is kept. A block whose run covers a whole row of steps keeps all of
 // them, each at its own place; otherwise its run's steps, in the order of their use.
 struct ActivationOrder {
-  int count, first;  // steps kept; the first one's number
+  int count, first;  // steps kept; the one that is used first
+  int base;          // the step at place 0, where each has its own
   bool whole;
 
   W3_DEVICE ActivationOrder(const Params& p, const Walk& walk) {
     const int length = walk.run.last - walk.run.first;
-    whole = length >= p.steps;
-    count = whole ? p.steps : length;
+    whole = kCluster > 1 || length >= p.steps;
+    count = kCluster == 1 && whole ? p.steps : length;
     first = walk.begin_of(walk.last_block);
+    base = kCluster > 1 ? first : 0;
   }
   // The step that is used as number `turn`. In a run over two row blocks the last one's steps, which end a row, are used first.
   W3_DEVICE int step(const Params& p, const Walk& walk, int turn) const {
-    if (whole) return first + turn < count ? first + turn : first + turn - count;
+    if (whole) return first + turn < base + count ? first + turn : first + turn - count;
     const int of_last = walk.end_of(walk.last_block) - first;
     return turn < of_last ? first + turn : walk.begin_of(walk.first_block) + turn - of_last;
   }
-  W3_DEVICE int place(int turn, int step) const { return whole ? step : turn; }
+  W3_DEVICE int place(int turn, int step) const { return whole ? step - base : turn; }
 };
 
 // Stages tokens x steps [begin, end) of the order, `warps` warps sharing the work, two tasks (step, token) a warp at a time.
@@ -96,6 +102,10 @@ W3_DEVICE void init_barriers(const Params& p, const SharedMap& map) {
       barrier_init(map.x_full + 8 * i, 1);
       barrier_init(map.x_empty + 8 * i, kWarps);
     }
+  if constexpr (kCluster > 1) {
+    barrier_init(map.sums_full, kCluster);
+    barrier_init(map.sums_read, kCluster);
+  }
   if constexpr (kKeepsX)
     for (int i = 0; i < p.chunks; ++i)
       barrier_init(map.x_full + 8 * i, kStagedX == kKept ? 1 : i == 0 && kWorkersStage ? kWarps + 3 : 3);
@@ -108,7 +118,7 @@ W3_DEVICE void feed_weights(const Params& p, const Walk& walk, const SharedMap& 
   int slot = 0;
   u32 parity = 1;  // the first wait on a fresh barrier passes
 #pragma unroll 1
-  for (int row_block = walk.last_block; row_block >= walk.first_block; --row_block) {
+  for (int row_block = walk.last_block; row_block >= walk.first_block; row_block -= walk.stride) {
     const int begin = walk.begin_of(row_block), end = walk.end_of(row_block);
     const char *codes[kMine], *scales[kMine];
 #pragma unroll
@@ -147,7 +157,7 @@ W3_DEVICE void feed_ring(const Params& p, const Walk& walk, const SharedMap& map
   int slot = 0;
   u32 parity = 1;
 #pragma unroll 1
-  for (int row_block = walk.last_block; row_block >= walk.first_block; --row_block)
+  for (int row_block = walk.last_block; row_block >= walk.first_block; row_block -= walk.stride)
 #pragma unroll 1
     for (int step = walk.begin_of(row_block); step < walk.end_of(row_block); ++step) {
       const u32 full = map.x_full + 8 * slot;
@@ -167,7 +177,7 @@ W3_DEVICE void feed_streamed(const Params& p, const Walk& walk, const SharedMap&
   int slot = 0;
   u32 parity = 1;
 #pragma unroll 1
-  for (int row_block = walk.last_block; row_block >= walk.first_block; --row_block) {
+  for (int row_block = walk.last_block; row_block >= walk.first_block; row_block -= walk.stride) {
     const int end = walk.end_of(row_block);
 #pragma unroll 1
     for (int step = walk.begin_of(row_block); step < end; step += kSlotSteps) {

@@ -1,7 +1,7 @@
 // What follows the last step of a row block: sums over warps, then over thread blocks, then bias, rounding, output.
 #pragma once
 #include "w3_multiply.cuh"
-#include "w3_partition.cuh"
+#include "w3_feed.cuh"
 
 W3_DEVICE u32 not_empty(float value) {
   const u32 bits = __float_as_uint(value);
@@ -30,16 +30,17 @@ W3_DEVICE void store_outputs(const Params& p, int row_tile, int token_warp, int 
   }
 }
 
-// Everything that follows the last step of a row block: sums over warps, then over thread blocks, then the output.
-W3_DEVICE void finish(const Params& p, const Walk& walk, int row_block, Accumulators& acc, u32 exchange, int warp,
-                      int row_warp, int split_warp, int token_warp, int lane) {
-  constexpr int kMine = kSplitWarps == 1 ? kQuads : (kQuads + kSplitWarps - 1) / kSplitWarps;
+// Accumulators of a lane that its warp adds up for all split warps of its row tile and tokens: quads k, k + kSplitWarps, ...
+constexpr int kMine = kSplitWarps == 1 ? kQuads : (kQuads + kSplitWarps - 1) / kSplitWarps;
+
+// Sums over the split warps of a row tile, in order of warp; quad split_warp + m * kSplitWarps goes to sum[m].
+W3_DEVICE void sum_warps(Accumulators& acc, u32 exchange, int warp, int row_warp, int split_warp, int token_warp, int lane,
+                         float (&sum)[kMine][4]) {
   if constexpr (kBeside)  // lanes t and t + 2 hold the planes of the same tokens
 #pragma unroll
     for (int q = 0; q < kQuads; ++q)
 #pragma unroll
       for (int e = 0; e < 4; ++e) acc.value[q][0][e] += __shfl_xor_sync(0xFFFFFFFFu, acc.value[q][0][e], 2);
-  float sum[kMine][4];
   if constexpr (kSplitWarps == 1) {
 #pragma unroll
     for (int q = 0; q < kQuads; ++q)
@@ -72,6 +73,13 @@ W3_DEVICE void finish(const Params& p, const Walk& walk, int row_block, Accumula
         }
     }
   }
+}
+
+// Everything that follows the last step of a row block: sums over warps, then over thread blocks, then the output.
+W3_DEVICE void finish(const Params& p, const Walk& walk, int row_block, Accumulators& acc, u32 exchange, int warp,
+                      int row_warp, int split_warp, int token_warp, int lane) {
+  float sum[kMine][4];
+  sum_warps(acc, exchange, warp, row_warp, split_warp, token_warp, lane, sum);
   const int row_tile = row_block * kRowWarps + row_warp;
   if (row_tile >= p.row_tiles) return;
   auto partial_of = [&](int block, int q) {
@@ -140,3 +148,43 @@ W3_DEVICE void finish(const Params& p, const Walk& walk, int row_block, Accumula
   }
 }
 
+#if __CUDA_ARCH__ >= 900
+// The same in a cluster, whose blocks all have sums of the row block: each leaves its own in its shared memory, and adds up and writes
+// every kCluster-th item of all. `parity` alternates from row block to row block.
+W3_DEVICE void finish_cluster(const Params& p, int row_block, Accumulators& acc, const SharedMap& map, int warp, int row_warp,
+                              int split_warp, int token_warp, int lane, bool first, u32 parity) {
+  constexpr int kEverybody = 15;  // the named barrier of all workers
+  float sum[kMine][4];
+  sum_warps(acc, map.exchange, warp, row_warp, split_warp, token_warp, lane, sum);
+  if (!first) cluster_wait(map.sums_read, parity ^ 1);  // the last row block's sums have been read
+#pragma unroll
+  for (int m = 0; m < kMine; ++m) {
+    const int q = split_warp + m * kSplitWarps, item = (row_warp * kTokenWarps + token_warp) * kQuads + q;
+    if (q < kQuads) store_shared_floats(map.sums + item * 512 + lane * 16, {sum[m][0], sum[m][1], sum[m][2], sum[m][3]});
+  }
+  named_barrier(kEverybody, 32 * kWarps);
+  if (warp == 0 && lane < kCluster) cluster_arrive(in_block(map.sums_full, lane));
+  cluster_wait(map.sums_full, parity);
+  const int rank = blockIdx.x % kCluster;
+#pragma unroll 1
+  for (int item = rank + kCluster * warp; item < kSumItems; item += kCluster * kWarps) {
+    const int of_row = item / (kTokenWarps * kQuads), of_token = item / kQuads % kTokenWarps, q = item % kQuads;
+    const int row_tile = row_block * kRowWarps + of_row;
+    if (row_tile >= p.row_tiles || 8 * (of_token * kTokenTiles + q % kTokenTiles) >= p.tokens) continue;
+    Float4 part[kCluster];
+#pragma unroll
+    for (int block = 0; block < kCluster; ++block) part[block] = load_cluster_float4(in_block(map.sums + item * 512 + lane * 16, block));
+    float total[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int block = 0; block < kCluster; ++block) {  // in order of block
+      total[0] += part[block].x;
+      total[1] += part[block].y;
+      total[2] += part[block].z;
+      total[3] += part[block].w;
+    }
+    store_outputs(p, row_tile, of_token, q, lane, total);
+  }
+  named_barrier(kEverybody, 32 * kWarps);
+  if (warp == 0 && lane < kCluster) cluster_arrive(in_block(map.sums_read, lane));
+}
+#endif

@@ -23,18 +23,29 @@ W3_DEVICE int quotient(int a, u32 reciprocal) {
   return static_cast<int>(__umulhi(static_cast<u32>(a) + 1, reciprocal));
 }
 
-// The walk over a run, row block by row block, the last one first; begin_of and end_of are the steps of it in a row block.
+// The walk over a run, row block by row block, the last one first; begin_of and end_of are the steps of it in a row block. In a cluster
+// every block walks over the cluster's row blocks, each with its own part of the steps.
 struct Walk {
   Run run;
   int first_block, last_block;  // row blocks
+  int stride;                   // from one to the next
   int steps;
 
-  W3_DEVICE Walk(const Params& p, int block) : run(run_of(block, p)), steps(p.steps) {
-    first_block = quotient(run.first, p.step_reciprocal);
-    last_block = quotient(run.last - 1, p.step_reciprocal);
+  W3_DEVICE Walk(const Params& p, int block) : steps(p.steps) {
+    if constexpr (kCluster > 1) {
+      const int rank = block % kCluster;
+      run = {rank * steps / kCluster, (rank + 1) * steps / kCluster};
+      first_block = block / kCluster;
+      stride = p.clusters;
+      last_block = first_block + (p.row_blocks - 1 - first_block) / stride * stride;
+    } else {
+      run = run_of(block, p);
+      first_block = quotient(run.first, p.step_reciprocal);
+      last_block = quotient(run.last - 1, p.step_reciprocal);
+      stride = 1;
+    }
   }
 
-  W3_DEVICE int begin_of(int row_block) const { return max(run.first - row_block * steps, 0); }
-  W3_DEVICE int end_of(int row_block) const { return min(run.last - row_block * steps, steps); }
+  W3_DEVICE int begin_of(int row_block) const { return kCluster > 1 ? run.first : max(run.first - row_block * steps, 0); }
+  W3_DEVICE int end_of(int row_block) const { return kCluster > 1 ? run.last : min(run.last - row_block * steps, steps); }
 };
-

@@ -40,8 +40,10 @@ def configs(case: Case) -> Iterator[W3Config]:
     device = limits(0)
     tiles = next(n for n in (1, 2, 4, 8) if 8 * n >= case.tokens)
     for ring in (OWN, KEPT, STREAMED, 4) if device.bulk else (OWN,):
-        for row_warps, warpgroups in ((4, False), (4, True), (1, False)):
+        for row_warps, warpgroups, cluster in ((4, False, 1), (4, True, 1), (1, False, 1), (1, False, 2)):
             if (warpgroups and device.arch != "sm_90a") or (ring == OWN and case.tokens > 16):
+                continue
+            if cluster > 1 and not device.bulk:
                 continue
             beside = case.tokens <= BESIDE_TOKENS and case.qmap_dtype == "int8" and row_warps == 4
             split = 1 if ring > 0 or tiles > 2 else 2
@@ -53,6 +55,7 @@ def configs(case: Case) -> Iterator[W3Config]:
                 slots=4,
                 ring=ring,
                 blocks=BLOCKS,
+                cluster=cluster,
                 slot_steps=1 if device.bulk else split,
                 warpgroups=warpgroups,
                 beside=beside,

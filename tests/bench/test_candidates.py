@@ -31,6 +31,9 @@ def test_every_shape_has_candidates_that_can_be_planned(device: DeviceLimits, to
             assert config.split_warps % config.slot_steps == 0
             assert config.slots * config.slot_steps % config.split_warps == 0
             assert config.ring != 0 or tokens <= MAX_OWN_TOKENS
+            assert config.blocks % config.cluster == 0
+            assert config.cluster == 1 or (device.bulk and config.ring != 0)
+            assert not config.beside or (tokens <= 4 and config.token_tiles == 1)
             assert config.ring <= 0 or (device.bulk and config.split_warps == 1)
             if config.warpgroups:
                 assert device.arch == "sm_90a"
@@ -41,7 +44,9 @@ def test_the_families_come_before_their_second_members() -> None:
     desc = Case(4096, 4096, 8).desc(H200)
     found = candidates(desc, limit=12)
     assert found == candidates(desc, limit=40)[:12]
-    divisions = {(c.row_warps, c.split_warps, c.token_warps, c.ring, c.warpgroups, c.slot_steps) for c in found}
+    divisions = {
+        (c.row_warps, c.split_warps, c.token_warps, c.ring, c.warpgroups, c.slot_steps, c.cluster) for c in found
+    }
     assert len(divisions) == 12
 
 

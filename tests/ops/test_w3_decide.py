@@ -171,3 +171,24 @@ def test_matrices_beyond_the_kernels_arithmetic_are_dense() -> None:
     with pytest.raises(UnsupportedError, match=r"dequantise it"):
         decide(huge)
     assert dense_from(desc(64, 1 << 24, group_size=1 << 24)) == 1
+
+
+def test_clusters_share_whole_row_blocks() -> None:
+    config = W3Config(token_tiles=1, row_warps=2, split_warps=4, token_warps=1, slots=8, ring=-2, blocks=132, cluster=8)
+    plan = make_plan(desc(rows=4096, columns=4096), config)
+    assert (plan.grid, plan.resident_steps) == (128, 4)  # 16 clusters over 32 row blocks, 32 steps in eight parts
+    assert make_plan(desc(rows=300, columns=4096), config).grid == 24  # no cluster without a row block
+    with pytest.raises(UnsupportedError, match="choose smaller clusters"):
+        make_plan(desc(columns=512), config)
+    with pytest.raises(UnsupportedError, match="expected clusters on sm_90 or later"):
+        make_plan(desc(device=DEVICES["sm_80"]), replace(config, ring=0, slot_steps=4))
+
+
+def test_planes_beside_each_other_take_four_tokens_of_an_int8_map() -> None:
+    config = W3Config(
+        token_tiles=1, row_warps=2, split_warps=4, token_warps=1, slots=8, ring=-2, blocks=132, beside=True
+    )
+    assert make_plan(desc(tokens=4), config).staged_bytes == 32 * 1024
+    for changes in ({"tokens": 5}, {"tokens": 4, "qmap_dtype": "float16"}):
+        with pytest.raises(UnsupportedError, match="expected"):
+            make_plan(desc(**changes), config)

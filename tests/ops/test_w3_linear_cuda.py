@@ -223,6 +223,39 @@ def test_planes_beside_each_other(
         assert relative(found, truth) <= 2 * relative(plain, truth) + torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("cluster", [2, 4, 8])
+@pytest.mark.parametrize("ring", [OWN, KEPT, STREAMED, 4])
+@pytest.mark.parametrize("tokens", [3, 16, 64])
+@pytest.mark.parametrize("shape", [(520, 7168, 128, 9), (8200, 2048, 128, 1)])
+def test_clusters_add_up(
+    make: Make, shape: tuple[int, int, int, int], tokens: int, ring: int, cluster: int, workspace_is_clean: None
+) -> None:
+    """Blocks that share row blocks, few and many of them: right, and the same bits each time."""
+    packed, limits_ = make(shape), limits(0)
+    if not limits_.bulk or (ring == OWN and tokens > 16) or (ring == KEPT and tokens > 16):
+        pytest.skip("not a config of this device")
+    tiles = max(1, tokens // 8)
+    config = W3Config(
+        token_tiles=min(tiles, 2),
+        row_warps=2,
+        split_warps=1 if ring > 0 or tiles > 2 else 4 // tiles,
+        token_warps=max(1, tiles // 2),
+        slots=8,
+        ring=ring,
+        blocks=limits_.multiprocessors,
+        cluster=cluster,
+    )
+    plan = make_plan(W3Desc.of(packed.spec, tokens=tokens, x_dtype="float16", device=limits_), config)
+    x = random_x(tokens, shape[1])
+    bias = torch.linspace(-1, 1, shape[0], device="cuda", dtype=x.dtype)
+    found = [torch.full((tokens, shape[0]), float("nan"), dtype=x.dtype, device="cuda") for _ in range(20)]
+    for y in found:
+        w3_launch.run_decode(plan, x, *packed.tensors, bias, y)
+    truth = torch.nn.functional.linear(x.double(), packed.weight, bias.double())
+    assert relative(found[0], truth) <= 3.0e-4
+    assert all(torch.equal(y, found[0]) for y in found)
+
+
 @pytest.mark.parametrize(("ring", "row_warps"), [(OWN, 4), (KEPT, 4), (STREAMED, 4), (STREAMED, 1), (4, 8)])
 @pytest.mark.parametrize("warpgroups", [False, True])
 def test_launches_that_overlap_neither_hang_nor_differ(

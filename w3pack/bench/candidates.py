@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import product
 
 from w3pack.errors import UnsupportedError
+from w3pack.format.layout import TILE
 from w3pack.ops.w3_config import (
     BESIDE_TOKENS,
     FROM_GLOBAL,
@@ -26,6 +27,9 @@ ROW_WARPS = (1, 2, 3, 4, 6, 8, 12)
 SPLIT_WARPS = (1, 2, 3, 4, 6, 8)
 TOKEN_WARPS = (1, 2, 4, 8)
 TOKEN_TILES = (1, 2, 4)
+CLUSTERS = (2, 4, 8)
+#: Weights up to which blocks in clusters are tried: sums over all blocks are a large share of such a call.
+_CLUSTERED = 128 << 20
 RINGS = (4,)
 #: Resident on a multiprocessor; few kernels have registers for more.
 WARPS = (4, 16)
@@ -51,6 +55,7 @@ def candidates(desc: W3Desc, *, limit: int = 40) -> list[W3Config]:
             config.ring,
             config.warpgroups,
             config.beside,
+            config.cluster,
             config.slot_steps,
         )
         families[family].append((_cost(desc, config), config))
@@ -91,7 +96,11 @@ def _sound(desc: W3Desc) -> Iterator[W3Config]:
             beside=beside,
             depth=1 if warpgroups and warps > 8 else 2,  # with two in flight twelve warps run out of registers
         )
-        for candidate in _divisions(desc, config):
+        small = desc.row_tiles * desc.column_tiles * TILE * TILE <= _CLUSTERED
+        clusters = CLUSTERS if device.bulk and small and ring != OWN else ()
+        for candidate in (
+            division for cluster in (1, *clusters) for division in _divisions(desc, replace(config, cluster=cluster))
+        ):
             try:
                 plan = make_plan(desc, candidate)
             except UnsupportedError:
@@ -114,6 +123,8 @@ def _divisions(desc: W3Desc, config: W3Config) -> Iterator[W3Config]:
 def _blocks(desc: W3Desc, config: W3Config) -> list[int]:
     """One block for each multiprocessor; and the most that cut every row block at the same places, unless many stay idle."""
     every = desc.device.multiprocessors
+    if config.cluster > 1:  # multiprocessors come in groups that are not all multiples of 4 or 8
+        return list(dict.fromkeys((every // config.cluster * config.cluster, every // 8 * 8)))
     units = -(-desc.row_tiles // config.row_warps) * desc.steps
     aligned = next((blocks for blocks in range(every, every * 9 // 10, -1) if units % blocks == 0), every)
     return [every] if aligned == every else [every, aligned]
@@ -124,10 +135,13 @@ def _cost(desc: W3Desc, config: W3Config) -> float:
     in_flight = config.row_warps * config.slot_steps * config.slots * 2 * desc.tile_bytes
     units = -(-desc.row_tiles // config.row_warps) * desc.steps
     longest = -(-units // config.blocks)
+    if config.cluster > 1:
+        row_blocks, clusters = -(-desc.row_tiles // config.row_warps), config.blocks // config.cluster
+        longest = -(-row_blocks // clusters) * -(-desc.steps // config.cluster)
     imbalance = longest * config.blocks / units - 1 + (desc.device.multiprocessors / config.blocks - 1)
     idle_warps = max(0, config.row_warps - desc.row_tiles) / config.row_warps
     # sums that blocks hand to each other, as a share of the weights' bytes
-    sums = (
+    sums = (config.cluster == 1) * (
         config.blocks * config.row_warps * 64 * desc.tokens * 4 / (desc.row_tiles * desc.column_tiles * desc.tile_bytes)
     )
     return (

@@ -119,6 +119,8 @@ class W3Config:
         slot_steps: steps of every row tile in a slot; divides `split_warps`, and before sm_90 is equal to it.
         warpgroups: four warps share a matrix instruction (sm_90a only).
         depth: 16-row blocks of products that a warpgroup has in flight, 1 or 2.
+        cluster: blocks that share the steps of a row block and add up in each other's shared memory; 1: runs over all
+            blocks, and partial sums through global memory.
         beside: at most four tokens, whose two int8 planes fill one token tile together: half the products.
     """
 
@@ -133,6 +135,7 @@ class W3Config:
     warpgroups: bool = False
     depth: int = 2
     beside: bool = False
+    cluster: int = 1
 
     @property
     def warps(self) -> int:
@@ -180,12 +183,16 @@ class W3Plan:
 
 def fitted(desc: W3Desc, config: W3Config) -> W3Config:
     """`config` with no more thread blocks than there are units of work."""
-    units = -(-desc.row_tiles // config.row_warps) * desc.steps
-    return replace(config, blocks=max(1, min(config.blocks, units)))
+    row_blocks = -(-desc.row_tiles // config.row_warps)
+    if config.cluster > 1:
+        return replace(config, blocks=config.cluster * max(1, min(config.blocks // config.cluster, row_blocks)))
+    return replace(config, blocks=max(1, min(config.blocks, row_blocks * desc.steps)))
 
 
 def resident_steps(desc: W3Desc, config: W3Config) -> int:
     """Steps of activations that a thread block needs at most, when it stages its own."""
+    if config.cluster > 1:
+        return -(-desc.steps // config.cluster)
     units = -(-desc.row_tiles // config.row_warps) * desc.steps
     return min(desc.steps, -(-units // config.blocks))
 
@@ -219,7 +226,10 @@ def shared_bytes(desc: W3Desc, config: W3Config) -> int:
     if config.ring == STREAMED:
         slot += config.slot_steps * (config.step_bytes + 32 * tiles)
     steps = resident_steps(desc, config) if keeps_activations(config) else max(config.ring, 0)
-    exchange = config.warps * 4 * config.token_tiles * 512 if config.split_warps > 1 else 0
+    quads = 4 * config.token_tiles
+    exchange = config.warps * quads * 512 if config.split_warps > 1 else 0
+    if config.cluster > 1:
+        exchange += config.row_warps * config.token_warps * quads * 512 + 16
     barriers = 8 * (2 * config.slots + 2 * max(config.ring, 0) + chunks(desc, config)[2])
     return config.slots * slot + steps * (config.step_bytes + 32 * tiles) + exchange + barriers
 
@@ -233,6 +243,7 @@ def decode_text(desc: W3Desc, config: W3Config) -> KernelText:
             ("W3_BESIDE", int(config.beside)),
             ("W3_BF16", int(desc.x_dtype == "bfloat16")),
             ("W3_BULK", int(desc.device.bulk)),
+            ("W3_CLUSTER", config.cluster),
             ("W3_DENSE", int(desc.layout == "dense")),
             ("W3_DEPTH", config.depth),
             ("W3_HALF_STEP", desc.column_tiles % 2),
@@ -284,6 +295,11 @@ def make_plan(desc: W3Desc, config: W3Config) -> W3Plan:
         raise UnsupportedError(
             f"expected at most {config.tokens} tokens for {config}, got {desc.tokens}; choose more token tiles"
         )
+    if config.cluster > 1 and (not desc.device.bulk or desc.steps < config.cluster):
+        raise UnsupportedError(
+            f"expected clusters on sm_90 or later and a step of {STEP_COLUMNS} columns for each block, got {config.cluster} "
+            f"blocks for {desc.columns} columns on {desc.device.arch}; choose smaller clusters"
+        )
     if config.beside and (desc.qmap_dtype != "int8" or config.all_token_tiles != 1):
         raise UnsupportedError(
             f"expected an int8 map and one token tile for planes beside each other, got {desc.qmap_dtype} and {config}; "
@@ -322,7 +338,9 @@ def make_plan(desc: W3Desc, config: W3Config) -> W3Plan:
         first_chunk=first_chunk,
         chunk_steps=chunk_steps,
         chunks=most_chunks,
-        partial_bytes=config.blocks * config.row_warps * config.all_token_tiles * 4 * 512,
+        partial_bytes=512
+        if config.cluster > 1
+        else config.blocks * config.row_warps * config.all_token_tiles * 4 * 512,
         staged_bytes=0 if own else desc.steps * config.step_bytes,
         staged_scale_bytes=0 if own else desc.steps * 32 * config.all_token_tiles,
     )

@@ -49,6 +49,7 @@ class Decoder:
             "chunk_steps": plan.chunk_steps,
             "chunk_reciprocal": _ONES // plan.chunk_steps,
             "chunks": plan.chunks,
+            "clusters": plan.grid // plan.config.cluster,
             "unused": 0,
         }
 
@@ -110,6 +111,7 @@ class Decoder:
             shared_bytes=plan.shared_bytes,
             params=w3_params.DECODE.pack(values),
             programmatic=self._programmatic,
+            cluster=plan.config.cluster,
         )
 
 

@@ -67,6 +67,7 @@ DECODE = Packing(
         "chunk_steps": _INT,
         "chunk_reciprocal": _UINT,
         "chunks": _INT,
+        "clusters": _INT,
     },
 )
 

@@ -40,6 +40,7 @@ _CONFIG_BOUNDS = {
     "blocks": (1, 1 << 16),
     "slot_steps": (1, 16),
     "depth": (1, 2),
+    "cluster": (1, 8),
 }
 _MAX_WARPS = 28  # four more feed them
 
@@ -178,6 +179,7 @@ def config_from_json(document: Any, path: Path) -> W3Config:
         and config.all_token_tiles * 8 <= MAX_TOKENS
         and config.split_warps % config.slot_steps == 0
         and (config.ring <= 0 or config.split_warps == 1)
+        and config.cluster in (1, 2, 4, 8)
         and (not beside or config.all_token_tiles == 1)
         and (not warpgroups or (config.row_warps % 4 == 0 and config.token_tiles <= 4 and config.ring != FROM_GLOBAL))
     )
