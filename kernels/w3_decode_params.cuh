@@ -24,15 +24,20 @@ constexpr int kWarps = kRowWarps * kSplitWarps * kTokenWarps;
 constexpr bool kFed = kBulk;                             // four more warps feed the others
 constexpr int kWeightFeeders = kStagedX == kOwn ? 1 : 3;  // of the four
 constexpr int kThreads = 32 * (kWarps + (kFed ? 4 : 0));
-// Registers: a launch gives every thread the same. Beside a block of eight workers stays room for the blocks that stage the next
-// call's activations (w3_stage.cu), so that the next launch can follow as soon as blocks leave. Where workers need more than an equal
-// share, feeders hand theirs over.
-constexpr int kStageRegisters = kBulk && kStagedX != kOwn && kTokenTiles < 4 && kWarps <= 8 ? 4096 : 0;
-constexpr int kFairRegisters = (65536 - kStageRegisters) / ((kThreads + 127) / 128 * 128) / 8 * 8;  // a quarter for each scheduler
-constexpr int kLaunchRegisters = kFairRegisters < 248 ? kFairRegisters : 248;
+// Registers: a launch gives every thread the same. Where workers need more, feeders hand theirs over; there, beside a block of eight
+// workers, stays room for the blocks that stage the next call's activations (w3_stage.cu), so that the next launch can follow as soon
+// as blocks leave.
+#if W3_TRADES_REGISTERS
+constexpr bool kTrades = kFed;
+#else
+constexpr bool kTrades = false;
+#endif
+constexpr bool kBesideStaging = kTrades && kStagedX != kOwn && kStagedX != kFromGlobal && kTokenTiles < 4 && kWarps <= 8;
+constexpr int kFairRegisters = (65536 - (kBesideStaging ? 4096 : 0)) / ((kThreads + 127) / 128 * 128) / 8 * 8;  // a quarter for each scheduler
+constexpr int kLaunchRegisters = kFairRegisters < 255 ? kFairRegisters : 255;
 constexpr int kFeederRegisters = kStagedX == kOwn ? 64 : 40;
 constexpr int kGivenRegisters = (kLaunchRegisters * kThreads - 128 * kFeederRegisters) / (32 * kWarps) / 8 * 8;
-constexpr bool kTradeRegisters = kFed && (kTokenTiles > 1 || kWarps > 8) && kGivenRegisters > kLaunchRegisters && kGivenRegisters < 256;
+constexpr bool kTradeRegisters = kTrades && kGivenRegisters > kLaunchRegisters && kGivenRegisters < 256;
 constexpr int kWorkerRegisters = kTradeRegisters ? kGivenRegisters : kLaunchRegisters;
 constexpr bool kWorkersStage = kWarps < 16;              // with fewer registers staging would spill
 constexpr bool kKeepsX = kStagedX == kOwn || kStagedX == kKept;

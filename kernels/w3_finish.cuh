@@ -78,6 +78,9 @@ W3_DEVICE void sum_warps(Accumulators& acc, u32 exchange, int warp, int row_warp
 // Everything that follows the last step of a row block: sums over warps, then over thread blocks, then the output.
 W3_DEVICE void finish(const Params& p, const Walk& walk, int row_block, Accumulators& acc, u32 exchange, int warp,
                       int row_warp, int split_warp, int token_warp, int lane) {
+  // addresses are worked out here, and not kept in registers from row block to row block
+  asm volatile("" : "+r"(lane));
+  if constexpr (!kRowMaps || kSplitWarps > 1) asm volatile("" : "+r"(row_warp), "+r"(split_warp), "+r"(token_warp));
   float sum[kMine][4];
   sum_warps(acc, exchange, warp, row_warp, split_warp, token_warp, lane, sum);
   const int row_tile = row_block * kRowWarps + row_warp;
@@ -102,7 +105,9 @@ W3_DEVICE void finish(const Params& p, const Walk& walk, int row_block, Accumula
   if (walk.begin_of(row_block) > 0) {
     // Sums of several blocks are asked for at once: one after the other, each would cost the way to the L2 cache and back. Every lane
     // waits for what it adds and puts the pattern back itself, so it does not matter which lanes are answered first.
-    constexpr int kQuadsTogether = kMine < 8 ? kMine : 8, kBlocksTogether = kMine < 16 ? 8 / kQuadsTogether : 1;
+    constexpr bool kRoom = kTradeRegisters && !kRowMaps && kScaleSets == 1 && kStagedX != kFromGlobal && (kStagedX != kOwn || kTokenTiles == 1);
+    constexpr int kInFlight = kRoom ? 8 : kTrades || !kFed ? 4 : 1;
+    constexpr int kQuadsTogether = kMine < kInFlight ? kMine : kInFlight, kBlocksTogether = kRoom ? kInFlight / kQuadsTogether : 1;
     constexpr int kBlockBytes = kRowWarps * kTokenWarps * kQuads * 512;
     int begin = block_of_unit(row_block * p.steps, p);
     char* at = partial_of(begin, split_warp);
@@ -154,6 +159,7 @@ W3_DEVICE void finish(const Params& p, const Walk& walk, int row_block, Accumula
 W3_DEVICE void finish_cluster(const Params& p, int row_block, Accumulators& acc, const SharedMap& map, int warp, int row_warp,
                               int split_warp, int token_warp, int lane, bool first, u32 parity) {
   constexpr int kEverybody = 15;  // the named barrier of all workers
+  asm volatile("" : "+r"(lane), "+r"(row_warp), "+r"(split_warp), "+r"(token_warp));
   float sum[kMine][4];
   sum_warps(acc, map.exchange, warp, row_warp, split_warp, token_warp, lane, sum);
   if (!first) cluster_wait(map.sums_read, parity ^ 1);  // the last row block's sums have been read

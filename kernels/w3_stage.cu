@@ -21,8 +21,13 @@ struct alignas(16) Params {
   int tokens, columns, x_aligned, unused;
 };
 
-// 64 threads of at most 32 registers: blocks of the next call wait beside a decode kernel that leaves little room.
-extern "C" __global__ void __launch_bounds__(64, 32) w3_stage(const __grid_constant__ Params p) {
+// 64 threads, from sm_90 on of at most 32 registers: blocks of the next call wait beside a decode kernel that leaves little room.
+#if __CUDA_ARCH__ >= 900
+#define W3_STAGE_BOUNDS __maxnreg__(32)
+#else
+#define W3_STAGE_BOUNDS __launch_bounds__(64)
+#endif
+extern "C" __global__ void W3_STAGE_BOUNDS w3_stage(const __grid_constant__ Params p) {
   launch_dependents();
   wait_for_predecessors();
   const Activations in = {p.x, p.x_stride, p.tokens, p.columns, p.x_aligned};

@@ -21,14 +21,17 @@ part() {
       done ;;
     tune)
       rm -f "$OUT/table.json"
-      tune() { "$PY" -m w3pack tune --model limits --output "$OUT/table.json" --json -q "$@"; }
+      tune() { "$PY" -m w3pack tune --model limits --model llama-3-8b --output "$OUT/table.json" --json -q "$@"; }
       tune --tokens 4,8,16 --layout dense --qmap int8 --candidates 120 &&
         tune --tokens 32,64 --layout dense --qmap int8 --candidates 60 &&
         tune --tokens 8,16 --layout nibble --qmap float16 --candidates 50 && cp "$OUT/table.json" "$TABLE" ;;
     bench)
-      "$PY" -m w3pack bench --model limits --tokens 1,8,16,64,512,4096 --json -q > "$OUT/w3_h200.json" ;;
+      "$PY" -m w3pack bench --model limits --tokens 1,8,16,64,512,4096 --json -q > "$OUT/w3_h200.json" &&
+        "$PY" -m w3pack bench --model limits --tokens 1,8,16 --layout dense --qmap int8 --dtype bfloat16 --json -q > "$OUT/w3_bf16_h200.json" ;;
     gateup) "$PY" scripts/measure_gateup_gpu.py > "$OUT/gateup_h200.json" ;;
-    generation) "$PY" scripts/measure_generation_gpu.py > "$OUT/generation_h200.json" ;;
+    generation)
+      "$PY" scripts/measure_generation_gpu.py --folder "$OUT/../w3pack-generation" > "$OUT/generation_h200.json" &&
+        "$PY" scripts/measure_generation_gpu.py --folder "$OUT/../w3pack-generation" --compile 1 > "$OUT/generation_compiled_h200.json" ;;
     *) echo "expected a part, got $1; see the head of this script"; return 2 ;;
   esac
 }

@@ -124,15 +124,21 @@ def load(path: Path) -> tuple[Any, Any]:
             f"expected a checkpoint folder or a .gguf file; got {path}, which is not there; check the path"
         )
     auto_model: Any = transformers.AutoModelForCausalLM
-    auto_tokenizer: Any = transformers.AutoTokenizer
     if path.is_dir():
-        return auto_model.from_pretrained(path, dtype=torch.float32).eval(), auto_tokenizer.from_pretrained(path)
+        return auto_model.from_pretrained(path, dtype=torch.float32).eval(), load_tokenizer(path)
     config: Any = transformers.GgufConfig(dequantize=True)
     model = auto_model.from_pretrained(
         path.parent, gguf_file=path.name, quantization_config=config, dtype=torch.float32
     ).eval()
-    tokenizer = auto_tokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    return model, with_single_digits(tokenizer, path)
+    return model, load_tokenizer(path)
+
+
+def load_tokenizer(path: Path) -> Any:
+    """Tokenizer of a checkpoint folder or a GGUF file."""
+    auto_tokenizer: Any = transformers.AutoTokenizer
+    if path.is_dir():
+        return auto_tokenizer.from_pretrained(path)
+    return with_single_digits(auto_tokenizer.from_pretrained(path.parent, gguf_file=path.name), path)
 
 
 def with_single_digits(tokenizer: Any, path: Path) -> Any:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
+import render_gateup
 import render_gpu
+import render_ladder
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -59,6 +62,71 @@ def quality(document: dict[str, Any]) -> str:
     )
 
 
+def kl_ratio(results: list[dict[str, Any]], kind: str, base: str, *, text: str) -> tuple[float, float | None]:
+    """Mean over seeds of KL(kind) / KL(base) - 1 on a text, and its standard error; None for a single seed."""
+    by_seed = {row["seed"]: row["texts"][text]["kl_mean"] for row in results if row["map"] == base}
+    ratios = [row["texts"][text]["kl_mean"] / by_seed[row["seed"]] - 1 for row in results if row["map"] == kind]
+    error = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else None
+    return statistics.fmean(ratios), error
+
+
+def map_grid(document: dict[str, Any]) -> str:
+    """What maps on the int8 grid lose against float16 maps."""
+    results, texts = document["results"], list(document["texts"])
+    free, rounded, grid = "float16", "float16 rounded to int8", "int8"
+    seeds = {row["seed"] for row in results if row["map"] == grid}
+    results = [row for row in results if row["seed"] in seeds]
+    rows = []
+    for kind in (free, rounded, grid):
+        row = [kind]
+        for text in texts:
+            figures = [one["texts"][text]["kl_mean"] for one in results if one["map"] == kind]
+            mean, error = kl_ratio(results, kind, free, text=text)
+            row.append(" ".join(f"{figure:.4f}" for figure in figures))
+            row.append("-" if kind == free else f"{mean:+.2%}" + ("" if error is None else f" ± {error:.2%}"))
+        rows.append(row)
+    columns = ["map"] + [f"{text}: {figure}" for text in texts for figure in ("KL of each seed", "against float16")]
+    return (
+        f"## Maps on the int8 grid\n\n{document['model']['file']}, effort {document['effort']}, group size {document['group_size']}, "
+        f"{document['calibration']['windows']} windows of {document['window']} tokens for calibration, {document['tokens']} tokens "
+        "of each text for KL(source || quantised). The second row is the first with its maps rounded to multiples of 1/127, codes "
+        "and scales kept: it differs by the grid alone. The third is calibrated anew with maps on the grid, which also moves every "
+        f"later choice. {environment(document)}.\n\n{table(columns, rows)}\n`{document['command']}`\n"
+    )
+
+
+def mixed(document: dict[str, Any]) -> str:
+    """What mixed precision and guidance buy."""
+    texts, rows = list(document["texts"]), []
+    for result in document["results"]:
+        row = [
+            f"`{result['options']}`",
+            f"{result['bits_per_weight']:.3f}",
+            f"{result['bytes'] / 1e6:.1f} MB",
+            str(result["kept"]),
+            f"{result['expected_loss']:.3f} {'nats' if result['unit'].startswith('nats') else '(proxy)'}",
+        ]
+        for text in texts:
+            found = result["texts"][text]
+            row += [f"{found['kl_mean']:.4f}", f"{found['perplexity']:.2f}", f"{100 * found['top1_agreement']:.1f} %"]
+        rows.append([*row, f"{result['measure_seconds']:.0f} s + {result['quantize_seconds']:.0f} s"])
+    columns = ["options", "bits/weight", "Linears", "kept 16 bit", "expected loss"]
+    columns += [f"{text}: {figure}" for text in texts for figure in ("KL", "perplexity", "top-1")] + ["time"]
+    return (
+        f"## Mixed precision and guidance\n\n{document['model']['file']}, group size {document['group_size']} where nothing else is "
+        f"chosen, {document['calibration']['windows']} windows of {document['window']} tokens for calibration, {document['tokens']} "
+        "tokens of each text for KL(source || quantised). Bits and bytes count all Linears, those kept too. Time is that of "
+        "measuring sensitivities (0 where an earlier row had measured them) and of quantising, with one thread on a machine that "
+        f"was busy with other work. {environment(document)}.\n\n{table(columns, rows)}\n`{document['command']}`\n"
+    )
+
+
+def environment(document: dict[str, Any]) -> str:
+    """Versions and processor."""
+    versions = document["versions"]
+    return f"torch {versions['torch']}, transformers {versions['transformers']}, {document['cpu']['model']}"
+
+
 def command(document: dict[str, Any]) -> str:
     """The command of a quality file, with the file names of each text shortened."""
     words: list[str] = []
@@ -83,6 +151,12 @@ def sections() -> str:
     if documents:
         parts.append("## Quality without calibration data\n")
         parts += [quality(document) for document in documents]
+    ladders = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("quality_calibrated_*.json"))]
+    if ladders:
+        parts.append("## Quality with calibration data\n")
+        parts += [render_ladder.section(one, table, where=environment(one)) for one in ladders]
+    parts += [mixed(json.loads(path.read_text())) for path in sorted(RESULTS.glob("mixed_*.json"))]
+    parts += [map_grid(json.loads(path.read_text())) for path in sorted(RESULTS.glob("map_grid_*.json"))]
     if speed := load("quantise_cpu.json"):
         parts.append(
             f"## Speed of `w3pack quantize` on a CPU\n\n{speed['weights']:,} weights of {speed['source']} in {speed['seconds']:.1f} s, "
@@ -133,6 +207,8 @@ def sections() -> str:
         )
     if w3 := load("w3_h200.json"):
         parts.append(render_gpu.section(w3, load("published_h200.json"), table))
+    if gateup := load("gateup_h200.json"):
+        parts.append(render_gateup.section(gateup, table))
     return "\n".join(parts)
 
 
@@ -163,11 +239,16 @@ def summary() -> str:
     text = table(
         ["model", "text", "source perplexity", "NF3 absmax: perplexity / KL", "w3pack: perplexity / KL", "KL"], lines
     )
-    w3 = load("w3_h200.json")
+    w3, gateup = load("w3_h200.json"), load("gateup_h200.json")
+    ladders = "".join(
+        render_ladder.summary(json.loads(path.read_text()), table)
+        for path in sorted(RESULTS.glob("quality_calibrated_*.json"))
+    )
     return (
         "Without calibration data, group size 128, judged by the model's own output on text (KL divergence to the source):\n\n"
-        f"{text}\nThese are small models, on which 3 bits hurt most.\n\n"
+        f"{text}\n{ladders}These are small models, on which 3 bits hurt most.\n\n"
         f"{render_gpu.summary(w3, table) if w3 else ''}"
+        f"{render_gateup.summary(gateup) if gateup else ''}"
         "All figures, with hardware and commands: [docs/results.md](docs/results.md).\n"
     )
 

@@ -73,3 +73,14 @@ def test_published_figures_are_complete() -> None:
     eight = [row for row in published["rows"] if row["tokens"] == 8]
     assert len(eight) == 8
     assert all(name in row for row in published["rows"] for name in published["kernels"])
+
+
+def test_maps_are_compared_seed_by_seed(page: ModuleType) -> None:
+    def row(kind: str, seed: int, kl: float) -> dict[str, Any]:
+        return {"map": kind, "seed": seed, "texts": {"t": {"kl_mean": kl}}}
+
+    rows = [row("free", 0, 1.0), row("free", 1, 2.0), row("grid", 0, 1.1), row("grid", 1, 2.0)]
+    mean, error = page.kl_ratio(rows, "grid", "free", text="t")
+    assert mean == pytest.approx(0.05)
+    assert error == pytest.approx(0.05)
+    assert page.kl_ratio(rows[:3], "grid", "free", text="t") == (pytest.approx(0.1), None)

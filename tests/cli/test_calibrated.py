@@ -65,3 +65,18 @@ def test_contradictions_and_bad_text_are_sentences(refused: Cli, pristine: Path,
     refused(4, "quantize", pristine, "-o", out, "--effort", "fast", says="expected a tokenizer beside")
     refused(2, "quantize", source, "-o", out, "--effort", "most")
     assert not out.exists()
+
+
+def test_best_tunes_and_says_what_it_gained(cli: Cli, source: Path, tmp_path: Path) -> None:
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_text("It was a bright cold day in April. " * 9 + "Call me Ishmael. Some years ago " * 9)
+    options = ("--dataset", text, "--effort", "best", *SMALL)
+    planned = cli("quantize", source, "-o", out, *options, "--dry-run", "--json").json
+    assert planned["calibration"]["effort"] == "best"
+    plain = cli("quantize", source, "-o", out, "--dataset", text, *SMALL, "--dry-run", "--json").json
+    assert planned["memory_bytes"] >= plain["memory_bytes"]
+    done = cli("quantize", source, "-o", out, *options)
+    assert done.code == 0, done.err
+    assert "end to end: KL to the source " in done.out
+    assert "effort best, 3 x 16 tokens of text.txt" in done.out
+    assert cli("verify", out, "--against", source).code == 0

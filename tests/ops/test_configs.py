@@ -39,7 +39,7 @@ def test_kernels_of_usual_models_are_among_them(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_define_takes_all_its_values(arch: str) -> None:
-    texts = all_kernel_texts(arch)
+    texts = [text for text in all_kernel_texts(arch) if not text.file.startswith("gateup")]
     assert len(set(texts)) == len(texts)
     decode = [dict(text.defines) for text in texts if text.entry == "w3_decode"]
     for name in ("W3_BF16", "W3_DENSE", "W3_INT8_MAP", "W3_ROW_MAPS", "W3_HALF_STEP"):

@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 
 from w3pack.checkpoint.safetensors_source import SafetensorsSource
 from w3pack.errors import CheckpointError, UnsupportedError
+from w3pack.pipeline.mixing import MixRequest, mix_job
 from w3pack.pipeline.plan import QuantizeOptions
-from w3pack.pipeline.quantize_model import prepare_job, read_float
+from w3pack.pipeline.quantize_model import prepare_job, read_float, run
 from w3pack.pipeline.verify_checkpoint import verify_checkpoint
 
 BLOCK = (128, 128)
@@ -176,3 +177,22 @@ def test_e5m2_weights_are_fp8_too(tmp_path: Path) -> None:
     found = read_float(job.source, job.plan.quantized[0], block=job.plan.block)
     assert torch.equal(found[:, :128], weight[:, :128].float() * 0.5)
     assert torch.equal(found[:, 128:], weight[:, 128:].float() * 3.0)
+
+
+def test_kept_for_its_sensitivity_it_becomes_bfloat16(
+    lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("W3PACK_CACHE_DIR", str(tmp_path / "cache"))
+    tensors, meant = fp8_model(lab, torch.float32)
+    job = prepare_job(lab.source(tensors, CONFIG), QuantizeOptions(qmap="nf3"))
+    request = MixRequest(keep_top="1")
+    mixed = mix_job(job, request, gradients=None, workers=1, device="cpu")
+    assert mixed.sensitivity is not None
+    (kept,) = mixed.sensitivity["mixed"]["kept"]
+    run(mixed, lab.root / "out")
+    found = lab.read("out")[f"{kept}.weight"]
+    assert torch.equal(found, meant[kept].to(torch.bfloat16))
+    packed = mixed.plan.modules
+    sizes = sum(spec.nbytes for spec in packed.values()) + found.nbytes
+    assert mixed.sensitivity["mixed"]["bytes"] == sizes
+    verify_checkpoint(lab.root / "out", against=lab.source(tensors, CONFIG, name="again"))

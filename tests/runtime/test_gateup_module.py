@@ -148,3 +148,41 @@ def test_plain_is_what_computes_the_plain_formula(name: str) -> None:
     assert all(torch.equal(value, before[key]) for key, value in mlp.state_dict().items())
     assert torch.equal(torch.random.get_rng_state(), state)
     assert plain_gated_mlp(MLP(PLAIN["plain"], norm=nn.LayerNorm(8)), gate="gate_proj", up="up_proj") is None
+
+
+def test_it_is_traced_without_a_break(pair: Any) -> None:
+    module, *_ = pair
+    down = Fp8Linear(COLUMNS, ROWS, block=BLOCK, scales=torch.bfloat16)
+    weight, scales = quantize_fp8_blocks(torch.randn(COLUMNS, ROWS, generator=torch.Generator().manual_seed(2)))
+    down.weight.data.view(torch.uint8).copy_(weight.view(torch.uint8))
+    down.weight_scale_inv.data.copy_(scales)
+    mlp = FusedMLP(module, down, down_name="down_proj")
+    x = torch.randn(3, COLUMNS)
+    expected = mlp(x)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(mlp, fullgraph=True, backend="aot_eager")(x), expected)
+    torch._dynamo.reset()
+
+
+def test_another_activation_than_silu_is_taken_as_it_is(pair: Any) -> None:
+    module, gate, up = pair
+    for activation, silu in ((nn.SiLU(), True), (nn.functional.silu, True), (nn.GELU(), False), (torch.tanh, False)):
+        other = FusedGateUp(module.spec, activation, block=BLOCK)
+        assert other.silu == silu
+        other.load_state_dict(module.state_dict())
+        x = torch.randn(2, COLUMNS, generator=torch.Generator().manual_seed(1))
+        assert torch.equal(other(x), activation(nn.functional.linear(x, gate)) * nn.functional.linear(x, up))
+
+
+def test_widened_scales_go_with_the_next_move_or_load() -> None:
+    linear = Fp8Linear(200, 144, block=BLOCK, scales=torch.bfloat16)
+    linear.weight_scale_inv.data.fill_(2)
+    assert linear.scales is linear.weight_scale_inv
+    linear.widen()
+    assert (linear.scales.dtype, linear.weight_scale_inv.dtype) == (torch.float32, torch.bfloat16)
+    assert set(linear.state_dict()) == {"weight", "weight_scale_inv"}
+    linear.to("cpu")
+    assert linear.scales is linear.weight_scale_inv
+    linear.widen()
+    linear.load_state_dict(linear.state_dict())
+    assert linear.scales is linear.weight_scale_inv

@@ -7,9 +7,12 @@ import torch
 from torch import nn
 
 from w3pack.errors import UsageError
+from w3pack.format.gateup import GateUpSpec
 from w3pack.format.linear import LinearSpec
+from w3pack.runtime.fp8_linear import Fp8Linear
+from w3pack.runtime.gateup import FusedGateUp, FusedMLP
 from w3pack.runtime.linear import W3Linear
-from w3pack.runtime.prepare import prepare
+from w3pack.runtime.prepare import _activation_dtypes, prepare
 
 SPEC = LinearSpec(rows=64, columns=64, group_size=64, layout="dense", maps=1, qmap_dtype="int8", bias=False)
 
@@ -24,5 +27,26 @@ def test_nothing_is_to_be_done_on_a_cpu(model: nn.Module) -> None:
 def test_wrong_arguments_are_refused_with_a_sentence() -> None:
     with pytest.raises(UsageError, match=r"expected batch sizes of at least 1, got \[1, 0\]"):
         prepare(W3Linear(SPEC), (1, 0))
+    with pytest.raises(
+        UsageError, match=r"expected gateup to be one of auto, kernel, fused, separate, dequantize, got 'best'"
+    ):
+        prepare(W3Linear(SPEC), gateup="best")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"expected activations of float16 or bfloat16, got torch.float32"):
         prepare(W3Linear(SPEC), dtype=torch.float32)
+
+
+def fp8_mlp() -> FusedMLP:
+    fused = FusedGateUp(GateUpSpec(256, 128), nn.functional.silu, block=(128, 128))
+    return FusedMLP(fused, Fp8Linear(128, 256, block=(128, 128)), down_name="down_proj")
+
+
+def test_fp8_modules_on_a_cpu_need_nothing() -> None:
+    report = prepare(fp8_mlp(), (1, 8), gateup="fused")
+    assert (report.kernels, report.gateup) == (0, ())
+    assert str(report).startswith("0 kernels, 0 built, ")
+
+
+def test_activations_have_the_dtype_of_what_is_not_packed() -> None:
+    mlp = fp8_mlp()
+    assert _activation_dtypes(mlp) == [torch.float16, torch.bfloat16]
+    assert _activation_dtypes(nn.Sequential(mlp, nn.LayerNorm(128, dtype=torch.bfloat16))) == [torch.bfloat16]

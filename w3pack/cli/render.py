@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from w3pack.cli import render_mixed
+
 if TYPE_CHECKING:  # these import torch, and `w3pack --help` need not wait for it
     from w3pack.pipeline.calibrate import Calibration
     from w3pack.pipeline.plan import PlannedTensor
@@ -52,8 +54,13 @@ def plan(
     """The plan of a run: every tensor (alike ones of several layers in one line unless `layers`), then the sums."""
     from w3pack.checkpoint.staging import free_bytes
     from w3pack.pipeline.calibrate import memory_bytes
+    from w3pack.pipeline.sensitivity import memory_bytes as measuring_bytes
 
     memory = memory_bytes(job, calibration, workers=workers) if calibration else job.plan.memory_bytes
+    if job.sensitivity is not None and job.sensitivity["tokens"] and calibration is not None:
+        measured, forms = job.sensitivity["tokens"], max(map(len, job.sensitivity["modules"].values()))
+        length = calibration.facts["length"]
+        memory = max(memory, measuring_bytes(job, tokens=measured, length=length, forms=forms, workers=workers))
     planned, free = job.plan, free_bytes(output)
     needed = planned.output_bytes + job.copied_bytes
     if as_json:
@@ -71,6 +78,7 @@ def plan(
                 "output_bytes": needed,
                 "memory_bytes": memory,
                 "calibration": {"effort": calibration.effort, **calibration.facts} if calibration else None,
+                "sensitivity": job.sensitivity,
                 "free_bytes": free,
                 "copied_files": sorted(job.source.companion_files()),
                 "notes": list(planned.notes),
@@ -102,6 +110,7 @@ def plan(
         ("Peak memory", f"at most {_megabytes(memory)}"),
         ("Free at output", f"{_megabytes(free)}{'' if free > needed else ': NOT ENOUGH'}"),
         *(_calibration_facts({"effort": calibration.effort, **calibration.facts}) if calibration else ()),
+        *render_mixed.facts(job.sensitivity),
         notes=[*planned.notes, *(calibration.notes if calibration else ())],
     )
 
@@ -136,8 +145,8 @@ def _facts(console: Console, *facts: tuple[str, str], notes: tuple[str, ...] | l
         console.print(f"{'Note:':<22}{_plain(note)}", soft_wrap=True)
 
 
-def report(done: Report, *, as_json: bool) -> None:
-    """The figures of a finished run."""
+def report(done: Report, *, as_json: bool, layers: bool = False) -> None:
+    """The figures of a finished run; with `layers`, of each Linear and block first."""
     if as_json:
         _json(done.to_dict())
         return
@@ -153,6 +162,8 @@ def report(done: Report, *, as_json: bool) -> None:
             f"{row.bits_per_weight:.3f}",
         )
     console = _console()
+    if layers:
+        render_mixed.layers(console, done)
     console.print(table)
     _facts(
         console,
@@ -165,6 +176,8 @@ def report(done: Report, *, as_json: bool) -> None:
         ),
         ("Worst layer", f"{done.worst[0][0]} (relative error {done.worst[0][1]:.4f})"),
         *(_calibrated(done.calibration) if done.calibration else ()),
+        *render_mixed.facts(done.sensitivity),
+        *render_mixed.total(done),
         ("Time", f"{done.seconds:.1f} s, {done.weights_per_second / 1e6:.1f} million weights/s"),
         notes=done.notes,
     )
@@ -178,7 +191,9 @@ def _calibrated(facts: dict[str, Any]) -> tuple[tuple[str, str], ...]:
         losses = ", ".join(
             f"{name} ({facts['losses'][name][0]:.4f} -> {facts['losses'][name][1]:.4f})" for name in worst
         )
-        lines.append(("Most sensitive", f"{losses}: relative loss of the outputs without data -> calibrated"))
+        lines.append(("Largest losses", f"{losses}: relative loss of the outputs without data -> calibrated"))
+    if "tuning" in facts:
+        lines.append(("Tuned", _tuning(facts["tuning"])))
     errors = [error for error in facts["block_errors"] if error is not None]
     if errors:
         lines.append(("Blocks", f"outputs off by {min(errors):.3f} to {max(errors):.3f} of what each block adds"))
@@ -187,6 +202,18 @@ def _calibrated(facts: dict[str, Any]) -> tuple[tuple[str, str], ...]:
             ("Without tokens", f"{len(facts['without_tokens'])} Linears, such as {facts['without_tokens'][0]}")
         )
     return tuple(lines)
+
+
+def _tuning(facts: dict[str, Any]) -> str:
+    """What the last stage gained."""
+    before, after = facts["before"], facts["after"]
+    gain = f"{before:.4f} -> {after:.4f} ({after / before - 1:+.0%})" if before else f"{before:.4f} -> {after:.4f}"
+    if facts["kind"] == "block by block":
+        return f"block by block, since the whole model does not fit in memory: relative squared error of outputs {gain}"
+    return (
+        f"end to end: KL to the source {gain} nats a token on {facts['held_out_windows']} windows held out, "
+        f"{facts['steps']} steps over {facts['tokens']:,} tokens"
+    )
 
 
 def inspection(found: dict[str, Any], *, layers: bool, as_json: bool) -> None:
@@ -228,6 +255,7 @@ def inspection(found: dict[str, Any], *, layers: bool, as_json: bool) -> None:
         ("Bits per weight", f"{found['bits_per_weight']:.3f} with scales, maps and padding"),
         ("Size", f"{_megabytes(found['bytes'])}, of it {_megabytes(found['packed_bytes'])} packed"),
         ("Coverage", "not recorded" if coverage is None else f"{coverage:.1%} of the decoder's matrix weights"),
+        *render_mixed.facts(found["sensitivity"]),
         (
             "Tensor parallel",
             ", ".join(map(str, found["tensor_parallel_degrees"])) + " (degrees that cut whole tiles and groups)",

@@ -33,6 +33,7 @@ class Effort(StrEnum):
     diagonal = "diagonal"
     fast = "fast"
     default = "default"
+    best = "best"
 
 
 class XDtype(StrEnum):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from w3pack.checkpoint.source import Source
+from w3pack.checkpoint.tensor_file import DTYPES
 from w3pack.errors import CheckpointError, UnsupportedError
 from w3pack.format import names
 from w3pack.integrations.hf_names import describe_experts, name_resolver, stored_names
@@ -26,6 +27,7 @@ class WeightlessModel:
     Attributes:
         model: in evaluation mode.
         paths: module of the plan -> path in the model.
+        stored: path of a parameter or stored buffer -> its name in the checkpoint.
     """
 
     def __init__(self, source: Source, plan: Plan, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -35,14 +37,17 @@ class WeightlessModel:
         self.model = skeleton(source.config, buffers=True).eval().requires_grad_(False)
         resolve = name_resolver(self.model)
         stacks = _experts_apart(self.model, source, resolve=resolve, dtype=dtype)
-        self._stored = stored_names(self.model, source.tensors)
+        self.stored = stored_names(self.model, source.tensors)
+        for target, origin in (getattr(self.model, "all_tied_weights_keys", None) or {}).items():
+            if target not in self.stored and origin in self.stored:
+                self.stored[target] = self.stored[origin]
         for name in source.tensors:
             expert = names.expert_of(name.rpartition(".")[0])
             if expert is not None and expert[0] in stacks:
-                self._stored[f"{stacks[expert[0]]}.{expert[1]}.{expert[2]}.{name.rpartition('.')[2]}"] = name
+                self.stored[f"{stacks[expert[0]]}.{expert[1]}.{expert[2]}.{name.rpartition('.')[2]}"] = name
         self.paths = {
             module: path.removesuffix(".weight")
-            for path, name in self._stored.items()
+            for path, name in self.stored.items()
             if (module := name.removesuffix(".weight")) in plan.modules
         }
         lost = [module for module in plan.modules if module not in self.paths]
@@ -59,6 +64,10 @@ class WeightlessModel:
         """A planned weight as the source has it: float32 [rows, columns] on the CPU."""
         return self._read(names.tensor(module, "weight"))
 
+    def read_as_stored(self, name: str) -> torch.Tensor:
+        """A tensor in the dtype that it keeps in the output."""
+        return self._read(name).to(DTYPES[self._planned[name].outputs[0].dtype])
+
     def _read(self, name: str) -> torch.Tensor:
         return read_float(self._source, self._planned[name], block=self._block)
 
@@ -72,9 +81,9 @@ class WeightlessModel:
         prefix = f"{path}." if path else ""
         module = self.model.get_submodule(path)
         stored = [name for name, _ in module.named_parameters(recurse=recurse)]
-        stored += [name for name, _ in module.named_buffers(recurse=recurse) if prefix + name in self._stored]
+        stored += [name for name, _ in module.named_buffers(recurse=recurse) if prefix + name in self.stored]
         for name in stored:
-            origin = self._stored.get(prefix + name)
+            origin = self.stored.get(prefix + name)
             if origin is None:
                 raise UnsupportedError(
                     f"expected one tensor of the checkpoint for {prefix}{name} of {type(self.model).__name__}, got none; "
@@ -95,6 +104,21 @@ class WeightlessModel:
                 setattr(parent, leaf, nn.Parameter(data, requires_grad=False))
             else:
                 parent._buffers[leaf] = data
+
+    def fill_all(self, filled: Callable[[str], None]) -> None:
+        """`fill` for the whole model, module by module; parameters that the class ties to others are tied.
+
+        Args:
+            filled: told of the path of each module that has just been filled.
+        """
+        tied = set(getattr(self.model, "all_tied_weights_keys", None) or {})
+        for path, module in self.model.named_modules():
+            own = [f"{path}.{name}".removeprefix(".") for name, _ in module.named_parameters(recurse=False)]
+            if not own or all(name in tied and name not in self.stored for name in own):
+                continue
+            self.fill(path, recurse=False)
+            filled(path)
+        self.model.tie_weights()
 
     def empty(self, path: str, *, recurse: bool = True) -> None:
         """Let go of the parameters of the module at `path`."""

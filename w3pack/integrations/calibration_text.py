@@ -26,6 +26,8 @@ _BETWEEN = "\n\n"
 #: Characters tokenised for each token wanted: of a longer .txt file, pieces from all over it; of records, the first.
 _CHARACTERS_PER_TOKEN = 32
 _PIECES = 64
+#: Tokens in a row that two windows apart from each other do not share.
+_RUN = 16
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,26 @@ def calibration_text(
         },
         notes=tuple(notes),
     )
+
+
+def apart_from(windows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """Those windows that have no run of 16 tokens in common with any of the others.
+
+    Args:
+        windows: int64 [n, length].
+        others: int64 [m, length].
+
+    Returns:
+        int64 [at most n, length], in their order.
+    """
+    run = min(_RUN, windows.shape[1])
+    known = {tuple(piece) for window in others.tolist() for piece in _runs(window, run)}
+    keep = [not any(tuple(piece) in known for piece in _runs(window, run)) for window in windows.tolist()]
+    return windows[torch.tensor(keep, dtype=torch.bool)]
+
+
+def _runs(window: list[int], length: int) -> Iterator[list[int]]:
+    return (window[first : first + length] for first in range(len(window) - length + 1))
 
 
 def _shares(available: Sequence[int], wanted: int) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ class DecoderWalk:
         workers: int = 1,
         in_memory: bool | None = None,
         dtype: torch.dtype | None = None,
+        follow: bool = False,
     ) -> None:
         """Embed the samples.
 
@@ -64,6 +65,7 @@ class DecoderWalk:
             in_memory: whether hidden states stay in memory; None: if they take at most a quarter of what is available.
             dtype: of weights and activations; None: float32 on a CPU unless a block is very large, else bfloat16 for 16-bit
                 and FP8 sources.
+            follow: keep what the source's blocks leave beside what the quantised ones do, for `Block.follow`.
 
         Raises:
             UnsupportedError: a model whose blocks cannot be run one after the other.
@@ -73,17 +75,28 @@ class DecoderWalk:
         self._dtype = dtype or _pick_dtype(plan, self._device)
         self._loaded = WeightlessModel(source, plan, dtype=self._dtype, device=self._device)
         self._stack, self.blocks, self._numbers = _blocks(self._loaded.paths)
-        self._batch = _batch_size(*windows.shape, most=_BATCH_TOKENS[self._device.type])
+        self._batch = _batch_size(*windows.shape, most=self._batch_tokens())
         self._windows = windows
         self._scratch = scratch
         self._in_memory = in_memory
         self._states: HiddenStates | None = None
+        self._source: HiddenStates | None = None
+        self._apart = scratch / "source"  # where a file cannot lose its name while in use, two cannot share it
         self._largest_block = 0
         try:
             self._calls = self._embed()
+            if follow:
+                if self.on_disk:
+                    self._apart.mkdir(exist_ok=True)
+                shape = (*windows.shape, self.states.shape[-1])
+                self._source = HiddenStates(shape, dtype=self._dtype, folder=self._apart if self.on_disk else None)
+                self._source.tensor.copy_(self.states)
         except BaseException:
             self.close()
             raise
+
+    def _batch_tokens(self) -> int:
+        return _BATCH_TOKENS[self._device.type]
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -104,8 +117,11 @@ class DecoderWalk:
 
     def close(self) -> None:
         """Let go of the hidden states."""
-        if self._states is not None:
-            self._states.close()
+        for states in (self._states, self._source):
+            if states is not None:
+                states.close()
+        with suppress(OSError):
+            self._apart.rmdir()
 
     def weight(self, module: str) -> torch.Tensor:
         """A source weight, float32 [rows, columns] on the CPU."""
@@ -117,6 +133,7 @@ class DecoderWalk:
         previous = self._numbers[number - 1] if number else -1
         for skipped in range(previous + 1, self._numbers[number]):
             with self._open(skipped, ()) as block:
+                block.follow()
                 block.advance()
         with self._open(self._numbers[number], self.blocks[number]) as block:
             yield block
@@ -134,6 +151,7 @@ class DecoderWalk:
                 device=self._device,
                 workers=self._workers,
                 name=path,
+                source=() if self._source is None else list(self._source.tensor.split(self._batch)),
             )
         finally:
             self._loaded.empty(path)
@@ -172,7 +190,7 @@ class DecoderWalk:
             )
 
         batches = self._windows.split(self._batch)
-        with torch.inference_mode(), one_torch_thread(), self._filled_on_demand(), _forwards(layers, note):
+        with torch.inference_mode(), one_torch_thread(), self._filled_on_demand(), replaced_forwards(layers, note):
             hidden, found = run(batches[0])
             _, again = run(batches[0].flip(1))
             if not all(_same(one, other) for one, other in zip(found, again, strict=True)):
@@ -267,7 +285,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 @contextmanager
-def _forwards(layers: Any, forward: Callable[..., Any]) -> Iterator[None]:
+def replaced_forwards(layers: Any, forward: Callable[..., Any]) -> Iterator[None]:
     """Give every layer another `forward` for a while; attributes that the model asks of its layers stay."""
     try:
         for layer in layers:

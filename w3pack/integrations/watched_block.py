@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,8 +13,9 @@ from torch import nn
 
 from w3pack.errors import UnsupportedError
 from w3pack.format import names
+from w3pack.integrations.tuned_block import TunedBlock, outside_inference
 from w3pack.pipeline.decoder import Input, MakeMoment, Moment, Moments
-from w3pack.quantize.chunks import one_torch_thread
+from w3pack.quantize.chunks import in_order, one_torch_thread
 
 Result = TypeVar("Result")
 #: Told of the input of a module: its name and [..., columns].
@@ -53,6 +53,7 @@ class WatchedBlock:
         device: torch.device,
         workers: int,
         name: str,
+        source: Sequence[torch.Tensor] = (),
     ) -> None:
         """A filled block.
 
@@ -62,7 +63,10 @@ class WatchedBlock:
             call: the other arguments, for one batch.
             workers: batches worked on at once.
             name: for messages.
+            source: views of the hidden states that the source's blocks have left, which `follow` overwrites; none where
+                nobody asks for them.
         """
+        self._source = source
         self._block, self._linears = block, dict(linears)
         self._batches, self._call = batches, call
         self._device, self._workers, self._name = device, workers, name
@@ -158,8 +162,11 @@ class WatchedBlock:
             and other.data_ptr() == tensor.data_ptr()
         )
 
-    def moments(self, inputs: tuple[Input, ...], make: MakeMoment) -> Moments:
+    def moments(
+        self, inputs: tuple[Input, ...], make: MakeMoment, says: Mapping[str, torch.Tensor] | None = None
+    ) -> Moments:
         """See `Block`."""
+        parts = {module: say.split(len(self._batches[0])) for module, say in (says or {}).items()}
         by_module = {one.modules[0]: one for one in inputs}
         pools = {one.pool: one.columns for one in inputs if one.pool is not None}
         # all experts of a pool count for it, whether or not they are among `inputs`
@@ -167,14 +174,14 @@ class WatchedBlock:
         watched = list(dict.fromkeys([*by_module, *others]))
         alone = len(watched) == 1
 
-        def work(batch: torch.Tensor) -> Moments:
+        def work(number: int) -> Moments:
             own: dict[Input, Moment] = {}
             pooled: dict[str, Moment] = {}
 
             def watch(module: str, tensor: torch.Tensor) -> None:
                 moment = make(tensor.shape[-1])
                 try:
-                    moment.add(tensor)
+                    moment.add(tensor, weights=parts[module][number] if module in parts else None)
                 except UnsupportedError as error:
                     raise UnsupportedError(f"{module}: {error}") from error
                 pool = self._pool_of(module)
@@ -189,13 +196,13 @@ class WatchedBlock:
 
             self._local.watch = watch
             with suppress(_Seen):
-                self._run(batch)
+                self._run(self._batches[number])
             return own, pooled
 
         totals = {one: make(one.columns) for one in inputs}
         pool_totals = {pool: make(columns) for pool, columns in pools.items()}
         with self._watching(watched):
-            for own, pooled in self._each(work):
+            for own, pooled in in_order(work, range(len(self._batches)), workers=self._workers):
                 for one, moment in own.items():
                     totals[one].merge(moment)
                 for pool, moment in pooled.items():
@@ -208,15 +215,7 @@ class WatchedBlock:
 
     def _each(self, work: Callable[[torch.Tensor], Result]) -> Iterator[Result]:
         """`work` on every batch, results in order, at most as many at once as there are workers."""
-        with one_torch_thread():
-            if self._workers == 1:
-                yield from map(work, self._batches)
-                return
-            with ThreadPoolExecutor(
-                self._workers, "w3pack-calibrate", initializer=torch.set_num_threads, initargs=(1,)
-            ) as pool:
-                for first in range(0, len(self._batches), self._workers):
-                    yield from pool.map(work, self._batches[first : first + self._workers])
+        yield from in_order(work, self._batches, workers=self._workers)
 
     def set_weight(self, module: str, weight: torch.Tensor) -> None:
         """See `Block`."""
@@ -233,6 +232,34 @@ class WatchedBlock:
             changed = (now.double() - self._noted.double()).norm()
             added = (self._noted.double() - batch.double()).norm()
         return float(changed / added) if float(added) else None
+
+    def follow(self) -> None:
+        """See `Block`."""
+
+        def work(batch: torch.Tensor) -> None:
+            with torch.inference_mode():
+                batch.copy_(self._run(batch))
+
+        for _ in in_order(work, self._source, workers=self._workers):
+            pass
+
+    def learner(self) -> AbstractContextManager[TunedBlock]:
+        """See `Block`."""
+        args, kwargs = outside_inference(self._call.args), outside_inference(self._call.kwargs)
+
+        def run(batch: torch.Tensor) -> torch.Tensor:
+            return tensor_of(self._block(batch, *args, **kwargs))
+
+        return closing(
+            TunedBlock(
+                run,
+                self._linears,
+                batches=self._batches,
+                wanted=self._source,
+                device=self._device,
+                workers=self._workers,
+            )
+        )
 
     def advance(self) -> None:
         """See `Block`."""

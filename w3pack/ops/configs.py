@@ -11,6 +11,7 @@ from w3pack.errors import UnsupportedError
 from w3pack.format.layout import LAYOUTS
 from w3pack.format.linear import QMAP_DTYPES, LinearSpec
 from w3pack.jit import ARCHS, KernelText
+from w3pack.ops.gateup_kernels import gateup_texts
 from w3pack.ops.w3_config import OWN, DeviceLimits, W3Config, W3Desc, XDtype, decode_text, make_plan, stage_text
 from w3pack.ops.w3_decide import BUCKETS, ladder, width_of
 from w3pack.ops.w3_dense import dequantize_text
@@ -25,6 +26,8 @@ DEVICES = {
     "sm_100a": DeviceLimits("sm_100a", 148, 227 << 10),
     "sm_120a": DeviceLimits("sm_120a", 170, 99 << 10),
 }
+#: Architectures with instructions between E4M3 and float16.
+CONVERTS_E4M3 = frozenset({"sm_89", "sm_90a", "sm_100a", "sm_120a"})
 #: Tables measured on a device of this architecture.
 TABLES_ARCH = "sm_90a"
 _X_DTYPES: tuple[XDtype, ...] = get_args(XDtype)
@@ -46,7 +49,11 @@ def all_kernel_texts(arch: str) -> list[KernelText]:
     if arch not in ARCHS:
         raise UnsupportedError(f"expected an architecture out of {', '.join(ARCHS)}, got {arch!r}; name one of them")
     texts = itertools.chain(
-        _chosen(DEVICES[arch]), _measured(DEVICES[arch]), _staging(DEVICES[arch]), _others(DEVICES[arch])
+        _chosen(DEVICES[arch]),
+        _measured(DEVICES[arch]),
+        _staging(DEVICES[arch]),
+        _others(DEVICES[arch]),
+        gateup_texts(DEVICES[arch], fp8=arch in CONVERTS_E4M3),
     )
     return list(dict.fromkeys(texts))
 

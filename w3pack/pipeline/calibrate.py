@@ -28,10 +28,14 @@ from w3pack.errors import CheckpointError, ResourceError, UnsupportedError
 from w3pack.format import names
 from w3pack.format.linear import LinearSpec
 from w3pack.pipeline.decoder import Block, Diagonal, Input, Moment, Walk
+from w3pack.pipeline.guiding import apart, guide
 from w3pack.pipeline.one_linear import Packed, dequantized, measure_error, on_cpu, pack, settings_for
 from w3pack.pipeline.plan import BASE_MEMORY
 from w3pack.pipeline.selection import block_of
+from w3pack.pipeline.sensitivity import Gradients
+from w3pack.pipeline.tune import Tuning, block_facts, tune_block, tune_model, tuned
 from w3pack.quantize import QuantizedLinear, quantize_data_free
+from w3pack.quantize.calibrated import Effort as Solver
 from w3pack.quantize.calibrated import quantize_calibrated
 from w3pack.quantize.gptq import DAMPING, Factor, factorize
 from w3pack.quantize.moments import SecondMoment
@@ -39,7 +43,7 @@ from w3pack.quantize.moments import SecondMoment
 if TYPE_CHECKING:  # it imports this module
     from w3pack.pipeline.quantize_model import Job, Progress
 
-Effort = Literal["diagonal", "fast", "default"]
+Effort = Literal["diagonal", "fast", "default", "best"]
 
 _SPARE_BYTES = 64 << 20
 # For the estimate of memory: tokens of a batch, activations of a block alive at once, matrices of columns x columns and
@@ -58,20 +62,38 @@ class Calibration:
     """What `run` needs beside a job to calibrate it.
 
     Attributes:
-        effort: see `w3pack.quantize.calibrated`.
+        effort: see `w3pack.quantize.calibrated`; "best" is "default" with `tuning` after it.
         facts: for the manifest, and deciding the bytes: texts, their digests, tokens.
         open: starts the walk; its scratch files go into the folder given.
         notes: sentences for the report.
+        gradients: what sensitivities are measured with; None where nobody will ask.
+        guide: gradients of the whole text, by which its tokens count; None where all count alike.
+        tuning: the stage after all blocks; None for no such stage.
     """
 
     effort: Effort
     facts: Mapping[str, Any]
     open: Callable[[Job, Path, str, int], AbstractContextManager[Walk]]
     notes: tuple[str, ...] = ()
+    gradients: Gradients | None = None
+    guide: Gradients | None = None
+    tuning: Tuning | None = None
+
+    @property
+    def solver(self) -> Solver:
+        """What is done to each Linear."""
+        return "default" if self.effort == "best" else self.effort
+
+    @property
+    def rounds(self) -> int:
+        """How many times the model's weights progress is told of."""
+        return 1 if self.tuning is None else 2
 
     def fingerprint(self) -> str:
         """The same exactly when effort and data are."""
-        return f"{self.effort} {sorted(self.facts.items())!r}"
+        tuning = "" if self.tuning is None else f" {self.tuning.fingerprint()}"
+        guided = "" if self.guide is None else " guided"
+        return f"{self.effort} {sorted(self.facts.items())!r}{tuning}{guided}"
 
 
 def work_file(number: int) -> str:
@@ -89,26 +111,36 @@ def calibrate(
         sensitive.
     """
     _check_space(job, staging)
-    with calibration.open(job, staging.folder, device, workers) as walk:
+    tuning, whole = calibration.tuning, False
+    if tuning is not None:
+        whole = tuning.is_whole(job, staging, workers=workers, device=device)
+    blockwise = None if whole else tuning
+    start = calibration.open if blockwise is None else blockwise.follow
+    says = None if calibration.guide is None else guide(job, calibration.guide, staging, workers=workers, device=device)
+    with start(job, staging.folder, device, workers) as walk:
         for number, modules in enumerate(walk.blocks):
             if all(work_file(later) in staging.work for later in range(number, len(walk.blocks))):
                 break
             with walk.block(number) as block:
                 file = work_file(number)
+                if blockwise is not None:
+                    block.follow()
                 if file in staging.work:
                     for module in modules:
                         spec = job.plan.modules[module]
                         block.set_weight(module, dequantized(read_work(staging, file, module), spec))
                         if progress is not None:
-                            progress(module, spec.weights)
+                            progress(module, spec.weights * (1 if blockwise is None else 2))
                 else:
                     _quantize_block(
                         job,
-                        calibration.effort,
+                        calibration.solver,
                         staging,
                         walk,
                         block,
                         number,
+                        says=says,
+                        tuning=blockwise,
                         workers=workers,
                         device=device,
                         told=progress,
@@ -116,7 +148,22 @@ def calibrate(
                 if number + 1 < len(walk.blocks):
                     block.advance()
         facts = {"effort": calibration.effort, **calibration.facts, **walk.facts}
-    return {**facts, **_summary(staging.work)}
+        facts |= {} if says is None else {"guided": len(says)}
+    if tuning is not None and whole:
+        files = work_files(staging.work)
+        tune_model(
+            job,
+            tuning,
+            {module: read_work(staging, file, module) for module, file in files.items()},
+            {module: staging.work[file]["modules"][module] for module, file in files.items()},
+            staging,
+            workers=workers,
+            device=device,
+            progress=progress,
+        )
+    done = tuned(staging)
+    gains = block_facts(staging.work) if done is None else done["tuning"]
+    return {**facts, **_summary(staging.work), **({} if gains is None else {"tuning": gains})}
 
 
 def memory_bytes(job: Job, calibration: Calibration, *, workers: int) -> int:
@@ -138,12 +185,18 @@ def memory_bytes(job: Job, calibration: Calibration, *, workers: int) -> int:
     moments = 4 * columns**2 * (1 + workers + _FACTORS)
     solver = 4 * _COPIES * max(spec.rows * spec.columns for spec in specs)
     block = max((size for name, size in blocks.items() if name), default=0)
-    return (
+    blockwise = (
         BASE_MEMORY
         + _TOKENIZING
         + hidden
         + max(2 * outside, block + max(moments, MOMENT_BYTES if _has_experts(job) else 0) + batch + solver)
     )
+    tuning = calibration.tuning
+    if tuning is None:
+        return blockwise
+    if tuning.fits(job, workers=workers, device="cpu"):
+        return max(blockwise, tuning.needed(job, workers))
+    return blockwise + hidden + block  # what the source's blocks leave, and weights as they are multiplied with
 
 
 def _has_experts(job: Job) -> bool:
@@ -164,12 +217,14 @@ def _check_space(job: Job, staging: Staging) -> None:
 
 def _quantize_block(
     job: Job,
-    effort: Effort,
+    effort: Solver,
     staging: Staging,
     walk: Walk,
     block: Block,
     number: int,
     *,
+    says: Mapping[str, torch.Tensor] | None,
+    tuning: Tuning | None,
     workers: int,
     device: str,
     told: Progress | None,
@@ -205,8 +260,10 @@ def _quantize_block(
             told(module, spec.weights)
 
     for stage in block.stages():
-        for inputs in passes(stage, budget=MOMENT_BYTES if effort != "diagonal" else None):
-            moments, pools = block.moments(inputs, make)
+        for inputs in passes(
+            stage if says is None else apart(stage, says), budget=MOMENT_BYTES if effort != "diagonal" else None
+        ):
+            moments, pools = block.moments(inputs, make, says)
             for one in inputs:
                 pool = pools.get(one.pool) if one.pool is not None else None
                 tokens = moments[one].tokens
@@ -218,6 +275,19 @@ def _quantize_block(
                     settle(module, usable, tokens)
             del moments, pools
     record["block"] = {"error": block.error()}
+    if tuning is not None and packed:
+        packed, record["block"]["tuning"] = tune_block(job, tuning, block, packed, device=device)
+        for module, stored in packed.items():
+            spec = job.plan.modules[module]
+            error = measure_error(walk.weight(module), stored, spec=spec)
+            record["modules"][module] |= {
+                "error": {"squared_error": error.squared_error, "squared_weight": error.squared_weight},
+                "tuned": True,
+            }
+            block.set_weight(module, dequantized(stored, spec))
+            if told is not None:
+                told(f"tuned {module}", spec.weights)
+        record["block"]["error"] = block.error()
     _write_block(staging, work_file(number), packed, record)
 
 
@@ -268,7 +338,7 @@ def solve(
     *,
     spec: LinearSpec,
     module: str,
-    effort: Effort,
+    effort: Solver,
     qmap: torch.Tensor | None,
     seed: int,
     workers: int,
@@ -291,7 +361,9 @@ def solve(
             used = "diagonal" if isinstance(moment, torch.Tensor) and moment.dim() == 1 else effort
             found = quantize_calibrated(weight, moment, settings, effort=used, qmap=qmap, workers=workers)
             result = found.linear
+            by_name = {stage.name: stage.after for stage in found.stages}
             story = {"effort": used, "loss": found.loss, "data_free_loss": found.stages[0].after}
+            story["diagonal_loss"] = by_name.get("diagonal", found.loss)
     except (CheckpointError, UnsupportedError) as error:
         raise type(error)(f"{module}: {error}") from error
     return on_cpu(result), story
@@ -311,8 +383,8 @@ def _write_block(staging: Staging, file: str, packed: Mapping[str, Packed], reco
 
 
 def work_files(work: Mapping[str, Any]) -> dict[str, str]:
-    """Module -> the work file that holds it."""
-    return {module: file for file, record in work.items() for module in record["modules"]}
+    """Module -> the work file of its block."""
+    return {module: file for file, record in work.items() if "block" in record for module in record["modules"]}
 
 
 def read_work(staging: Staging, file: str, module: str) -> Packed:
@@ -336,11 +408,12 @@ def read_work(staging: Staging, file: str, module: str) -> Packed:
 
 def _summary(work: Mapping[str, Any]) -> dict[str, Any]:
     """Errors of blocks, the order of sensitivity, and what fell back, from the records of all blocks."""
-    modules = {name: entry for file in sorted(work) for name, entry in work[file]["modules"].items()}
+    blocks = [work[file] for file in sorted(work) if "block" in work[file]]
+    modules = {name: entry for record in blocks for name, entry in record["modules"].items()}
     losses = {name: entry["calibration"]["loss"] for name, entry in modules.items()}
     ranked = sorted((name for name in losses if losses[name] is not None), key=lambda name: -losses[name])
     return {
-        "block_errors": [work[file]["block"]["error"] for file in sorted(work)],
+        "block_errors": [record["block"]["error"] for record in blocks],
         "most_sensitive_first": ranked,
         "losses": {
             name: (entry["calibration"]["data_free_loss"], losses[name])

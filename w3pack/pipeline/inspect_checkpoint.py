@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from w3pack.errors import CheckpointError
+from w3pack.format import names
 from w3pack.format.linear import LinearSpec
 from w3pack.pipeline.packed import PackedCheckpoint, open_packed, tensor_parallel_degrees
 from w3pack.pipeline.selection import kind_of
@@ -39,6 +41,7 @@ def inspect_checkpoint(folder: Path) -> dict[str, Any]:
         "source": packed.manifest.get("source", {}),
         "settings": packed.manifest.get("settings", {}),
         "coverage": packed.manifest.get("coverage"),
+        "sensitivity": _sensitivity(packed),
         "weights": weights,
         "bits_per_weight": 8 * sum(spec.nbytes for spec in specs.values()) / weights,
         "bytes": sum(info.nbytes for info in packed.source.tensors.values()),
@@ -48,6 +51,35 @@ def inspect_checkpoint(folder: Path) -> dict[str, Any]:
         "modules": modules,
         "kept": packed.manifest.get("kept", {}),
     }
+
+
+def _sensitivity(packed: PackedCheckpoint) -> dict[str, Any] | None:
+    """What the manifest says of sensitivities and mixed precision.
+
+    Raises:
+        CheckpointError: not what a run writes there.
+    """
+    found = packed.manifest.get("sensitivity")
+    if found is None:
+        return None
+    try:
+        modules, mixed = found["modules"], found["mixed"]
+        sound = all(form["loss"] >= 0 for entry in modules.values() for form in entry.values())
+        sound &= set(found["most_sensitive_first"]) == set(modules)
+        sound &= all(str(found["group_size"]) in entry for entry in modules.values())
+        sound &= isinstance(found["unit"], str) and type(found["tokens"]) is int
+        if mixed is not None:
+            numbers = ("bytes", "bytes_without", "bits_per_weight", "bits_per_weight_without", "loss", "loss_without")
+            sound &= all(mixed[key] >= 0 for key in numbers) and isinstance(mixed["group_sizes"], dict)
+            sound &= isinstance(mixed["asked"], str) and isinstance(mixed["kept"], list)
+    except (KeyError, TypeError, AttributeError):
+        sound = False
+    if not sound:
+        raise CheckpointError(
+            f"expected {names.MANIFEST} to record sensitivities as a run writes them, got something else; "
+            "copy the checkpoint again"
+        )
+    return dict(found)
 
 
 def _module(packed: PackedCheckpoint, name: str, spec: LinearSpec) -> dict[str, Any]:
@@ -62,6 +94,7 @@ def _module(packed: PackedCheckpoint, name: str, spec: LinearSpec) -> dict[str, 
         "qmap_origin": entry.get("qmap_origin"),
         "relative_error": packed.relative_error(name),
         "snr_db": entry.get("snr_db"),
+        "expected_loss": entry.get("expected_loss"),
         "cut_rows_by": by_rows,
         "cut_columns_by": by_columns,
     }

@@ -14,6 +14,7 @@ from w3pack.format import names
 from w3pack.format.layout import FORMAT_VERSION, TILE, Layout
 from w3pack.format.linear import MAX_SIDE, LinearSpec, QmapDtype
 from w3pack.pipeline.fp8_source import ACTIVATION_SCALES, SCALE_SUFFIX, block_size, check_grid, consumed_by_weight
+from w3pack.pipeline.mixed import Mix
 from w3pack.pipeline.selection import FP8, is_matrix, module_of, selector, why_not_linear
 
 Action = Literal["quantize", "copy", "dequantize", "drop"]
@@ -40,6 +41,7 @@ class QuantizeOptions:
     min_coverage: float | None = None
     max_shard_bytes: int = 5_000_000_000
     seed: int = 0
+    mix: Mix | None = None
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,8 @@ def make_plan(source: Source, options: QuantizeOptions, *, loadable: Loadable | 
     if loadable is not None and chosen:
         refused = loadable(chosen)
         candidates.update({names.tensor(module, "weight"): why for module, why in refused.items()})
+    if options.mix is not None:
+        candidates.update({names.tensor(module, "weight"): options.mix.asked for module in options.mix.kept})
     tensors = tuple(
         _planned(source, info, candidates=candidates, options=options, block=block, tied_head=tied_head)
         for info in source.tensors.values()
@@ -274,7 +278,7 @@ def _planned(
         spec = LinearSpec(
             rows=rows,
             columns=columns,
-            group_size=options.group_size,
+            group_size=_group_size(module, options),
             layout=options.layout,
             maps=1,
             qmap_dtype=options.qmap_dtype or "int8",
@@ -297,6 +301,11 @@ def _planned(
     return PlannedTensor(
         source=info, action="quantize", reason="Linear of the decoder", outputs=outputs, spec=spec, scales=scales
     )
+
+
+def _group_size(module: str, options: QuantizeOptions) -> int:
+    sizes = {} if options.mix is None else options.mix.sizes
+    return sizes.get(module, options.group_size)
 
 
 def _info(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
@@ -343,7 +352,7 @@ def _elements(info: TensorInfo) -> int:
 def _check_coverage(plan: Plan, options: QuantizeOptions) -> None:
     floor = options.min_coverage
     if floor is None:  # who names modules has said what they want
-        floor = 0.0 if options.skip or options.only else 0.9
+        floor = 0.0 if options.skip or options.only or options.mix else 0.9
     if plan.coverage < floor:
         kept = [t for t in plan.tensors if is_matrix(t.source) and t.action in ("copy", "dequantize")]
         largest = max(kept, key=lambda tensor: tensor.source.nbytes)

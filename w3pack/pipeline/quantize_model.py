@@ -35,7 +35,8 @@ from w3pack.pipeline.one_linear import pack, quantize_weight
 from w3pack.pipeline.one_linear import read_float as read_float
 from w3pack.pipeline.plan import Loadable, Plan, PlannedTensor, QuantizeOptions, make_plan, settings_fingerprint
 from w3pack.pipeline.qmaps import QmapChoice, read_qmaps
-from w3pack.pipeline.report import ModuleError, Report, kind_rows
+from w3pack.pipeline.report import ModuleError, Report, block_rows, expected_loss, kind_rows, linear_rows
+from w3pack.pipeline.tune import read_tuned, tuned
 
 #: Called when a Linear is done, with its module name and its number of weights.
 Progress = Callable[[str, int], None]
@@ -51,6 +52,7 @@ class Job:
     options: QuantizeOptions
     plan: Plan
     qmaps: QmapChoice
+    sensitivity: Mapping[str, Any] | None = None  # see `w3pack.pipeline.mixing`
 
     @property
     def copied_bytes(self) -> int:
@@ -117,18 +119,22 @@ def run(
             facts = calibrate(job, calibration, staging, workers=threads, device=device, progress=progress)
         done = _write_shards(job, staging, workers=workers, device=device, progress=progress)
         records = staging.records
-        errors = {
-            name: ModuleError(**entry["error"])
-            for shard in records.values()
-            for name, entry in shard["modules"].items()
-        }
+        found = {name: entry for shard in records.values() for name, entry in shard["modules"].items()}
+        errors = {name: ModuleError(**entry["error"]) for name, entry in found.items()}
         staging.publish(_documents(job, records, errors, facts))
     except BaseException:  # an interruption too
         staging.abandon()
         raise
     seconds = time.monotonic() - started
     return _report(
-        job, output, errors, seconds=seconds, done=done, facts=facts, notes=calibration.notes if calibration else ()
+        job,
+        output,
+        errors,
+        found=found,
+        seconds=seconds,
+        done=done,
+        facts=facts,
+        notes=calibration.notes if calibration else (),
     )
 
 
@@ -148,6 +154,10 @@ def _write_shards(job: Job, staging: Staging, *, workers: int | None, device: st
                 if tensor.spec is not None and tensor.module in finished:
                     _take(staging, finished[tensor.module], tensor.module, writer=writer, record=record)
                     done += tensor.spec.weights
+                    continue
+                moved = read_tuned(staging, tensor.source.name) if tensor.spec is None else None
+                if moved is not None:
+                    _write(writer, record, name=tensor.source.name, data=moved)
                     continue
                 _process(job, tensor, writer=writer, record=record, workers=workers, device=device)
                 if tensor.spec is not None:
@@ -226,10 +236,14 @@ def _process(
 
 
 def _take(staging: Staging, file: str, module: str, *, writer: ShardWriter, record: dict[str, Any]) -> None:
-    """Write a Linear that calibration has packed already."""
+    """Write a Linear that calibration has packed already, with the scales and map of the last stage if it had one."""
     for part, data in read_work(staging, file, module).items():
-        _write(writer, record, name=names.tensor(module, part), data=data)
-    record["modules"][module] = staging.work[file]["modules"][module]
+        name = names.tensor(module, part)
+        moved = read_tuned(staging, name)
+        _write(writer, record, name=name, data=data if moved is None else moved)
+    last = tuned(staging)
+    entries = {} if last is None else last["modules"]
+    record["modules"][module] = entries.get(module, staging.work[file]["modules"][module])
 
 
 def _write(writer: ShardWriter, record: dict[str, Any], *, name: str, data: torch.Tensor) -> None:
@@ -246,6 +260,7 @@ def _documents(
 ) -> dict[str, Any]:
     """Manifest, index and config, in the order in which they are to be written."""
     plan, specs = job.plan, job.plan.modules
+    moved = set((facts or {}).get("tuning", {}).get("vectors", ()))
     stored = {name: entry for shard in records.values() for name, entry in shard["tensors"].items()}
     found = {name: entry for shard in records.values() for name, entry in shard["modules"].items()}
     weight_map = {name: file for file in plan.shards for name in records[file]["tensors"]}
@@ -260,6 +275,7 @@ def _documents(
         "source": {"location": Path(job.source.location).name or job.source.location, "notes": list(job.source.notes)},
         "settings": _settings(job.options),
         **({} if facts is None else {"calibration": {key: value for key, value in facts.items() if key != "losses"}}),
+        **({} if job.sensitivity is None else {"sensitivity": dict(job.sensitivity)}),
         "coverage": round(plan.coverage, 6),
         "modules": {
             name: {
@@ -268,10 +284,15 @@ def _documents(
                 "snr_db": errors[name].snr_db,
                 "qmap_origin": job.qmaps.origin_of(name),
                 **_calibrated(found[name]),
+                **_expected(job, name, found[name]),
             }
             for name, spec in specs.items()
         },
-        "kept": {t.source.name: f"{t.action}: {t.reason}" for t in plan.tensors if t.action != "quantize"},
+        "kept": {
+            t.source.name: f"{t.action}: {t.reason}{', tuned' if t.source.name in moved else ''}"
+            for t in plan.tensors
+            if t.action != "quantize"
+        },
         "tensors": {name: stored[name] for name in sorted(stored)},
     }
     documents: dict[str, Any] = {names.MANIFEST: manifest}
@@ -289,7 +310,15 @@ def _calibrated(entry: Mapping[str, Any]) -> dict[str, Any]:
     story = entry.get("calibration")
     if story is None or story["effort"] == "none":
         return {"scales_origin": "searched, data-free"}
-    return {"scales_origin": f"calibrated, {story['effort']}", "calibration": story}
+    origin = f"calibrated, {story['effort']}{', then tuned' if entry.get('tuned') else ''}"
+    return {"scales_origin": origin, "calibration": story}
+
+
+def _expected(job: Job, module: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What the manifest says of the cost of a Linear's error, if it was measured."""
+    group_size = job.plan.modules[module].group_size
+    loss = expected_loss(module, group_size, sensitivity=job.sensitivity, story=entry.get("calibration"))
+    return {} if loss is None else {"expected_loss": loss}
 
 
 def _settings(options: QuantizeOptions) -> dict[str, Any]:
@@ -302,6 +331,7 @@ def _settings(options: QuantizeOptions) -> dict[str, Any]:
         "skip": list(options.skip),
         "only": list(options.only),
         "lm_head": options.lm_head,
+        "mix": options.mix.asked if options.mix is not None else None,
         "seed": options.seed,
     }
 
@@ -311,12 +341,14 @@ def _report(
     output: Path,
     errors: Mapping[str, ModuleError],
     *,
+    found: Mapping[str, Mapping[str, Any]],
     seconds: float,
     done: int,
     facts: dict[str, Any] | None,
     notes: tuple[str, ...] = (),
 ) -> Report:
     specs = job.plan.modules
+    linears = linear_rows(specs, found, errors, job.sensitivity)
     worst = sorted(((name, errors[name].relative) for name in specs), key=lambda pair: -pair[1])[:3]
     return Report(
         output=str(output),
@@ -332,4 +364,7 @@ def _report(
         worst=tuple(worst),
         notes=(*job.plan.notes, *notes),
         calibration=facts,
+        sensitivity=None if job.sensitivity is None else dict(job.sensitivity),
+        linears=linears,
+        blocks=block_rows(linears, None if facts is None else facts["block_errors"]),
     )

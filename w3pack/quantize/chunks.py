@@ -8,7 +8,7 @@ a second). On other devices a few large pieces amortize the launches instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
@@ -19,6 +19,7 @@ CPU_CHUNK_ELEMENTS = 131072
 DEVICE_CHUNK_ELEMENTS = 1 << 24
 
 Result = TypeVar("Result")
+Item = TypeVar("Item")
 
 
 def chunk_bounds(groups: int, *, group_size: int, device: torch.device) -> list[tuple[int, int]]:
@@ -51,3 +52,15 @@ def run_chunks(work: Callable[[int, int], Result], bounds: list[tuple[int, int]]
         start = (1,)
         with ThreadPoolExecutor(workers, "w3pack-quantize", initializer=torch.set_num_threads, initargs=start) as pool:
             return list(pool.map(lambda bound: work(*bound), bounds))
+
+
+def in_order(work: Callable[[Item], Result], items: Sequence[Item], *, workers: int) -> Iterator[Result]:
+    """`work` on every item, results in order, at most as many items at once as there are workers, one torch thread each."""
+    with one_torch_thread():
+        if workers == 1 or len(items) == 1:
+            yield from map(work, items)
+            return
+        start = (1,)
+        with ThreadPoolExecutor(workers, "w3pack-work", initializer=torch.set_num_threads, initargs=start) as pool:
+            for first in range(0, len(items), workers):
+                yield from pool.map(work, items[first : first + workers])

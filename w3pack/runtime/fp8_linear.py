@@ -10,7 +10,8 @@ from torch import nn
 
 from w3pack.errors import CheckpointError
 from w3pack.format.gateup import SCALES, WEIGHT
-from w3pack.reference import fp8_gateup
+from w3pack.ops.gateup_cuda import widened
+from w3pack.ops.gateup_linear import fp8_linear
 
 
 class Fp8Module(nn.Module):
@@ -29,9 +30,22 @@ class Fp8Module(nn.Module):
         self.block = block
         self.weight = _frozen(torch.empty(shape, dtype=torch.float8_e4m3fn, device=device))
         self.weight_scale_inv = _frozen(torch.empty(grid, dtype=scales, device=device))
+        self._wide: torch.Tensor | None = None  # float32 scales, where `widen` made them
         self._forms = {part: (getattr(self, part).dtype, tuple(getattr(self, part).shape)) for part in (WEIGHT, SCALES)}
 
+    @property
+    def scales(self) -> torch.Tensor:
+        """The scales as calls take them: as they are stored, or float32 once `widen` was called."""
+        return self.weight_scale_inv if self._wide is None else self._wide
+
+    def widen(self) -> None:
+        """Keep the scales in float32 beside those that are stored, so that calls on CUDA need not convert them. Moving or loading
+        lets go of them."""
+        if self.weight_scale_inv.dtype != torch.float32:
+            self._wide = widened(self.weight_scale_inv.detach())
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Fp8Module:
+        self._wide = None
         before = {part: getattr(self, part).data for part in self._forms}  # .data: a cast happens inside the parameter
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for part, stored in before.items():
@@ -43,6 +57,7 @@ class Fp8Module(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         errors = args[-1]
+        self._wide = None
         for part, (dtype, _) in self._forms.items():  # torch would cast, which rounds
             given = state_dict.get(prefix + part)
             if given is not None and given.dtype != dtype:
@@ -69,7 +84,8 @@ class Fp8Module(nn.Module):
 
 
 class Fp8Linear(Fp8Module):
-    """y = x W^T + bias. On any device the matrix is dequantised for each call, in bands, and no float copy is kept."""
+    """y = x W^T + bias. On CUDA with few tokens the weights stay in 8 bits; else the matrix is dequantised for each call, in bands, and
+    no float copy is kept."""
 
     def __init__(
         self,
@@ -90,7 +106,7 @@ class Fp8Linear(Fp8Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x floating [..., columns] -> [..., rows] in x's dtype."""
-        return fp8_gateup.linear(x, self.weight, self.weight_scale_inv, self.bias, block=self.block)
+        return fp8_linear(x, self.weight, self.scales, self.bias, block=self.block)
 
     def extra_repr(self) -> str:
         """Shape and form, for print(model)."""
