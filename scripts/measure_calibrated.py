@@ -91,6 +91,13 @@ def smollm2() -> dict[str, Any]:
     }
 
 
+def rank(method: str) -> tuple[int, int]:
+    """Place of a row: baselines first, then each group size in the order of effort."""
+    kinds = ("source", "rtn3", "nf3", *(LABELS.get(effort, f"w3pack {effort}") for effort in EFFORTS))
+    size = 0 if method == "source" or method.startswith(("rtn3", "nf3")) else -int(method.rpartition("g")[2])
+    return (-1000 if size == 0 else size, next(n for n, kind in enumerate(kinds) if method.startswith(kind)))
+
+
 def label_of(files: list[Path]) -> str:
     """How a text is called in the tables."""
     return files[0].name if len(files) == 1 else f"{files[0].name} ... {files[-1].name}"
@@ -196,7 +203,7 @@ def measure(
     plain = plain_methods(arguments.group_sizes)
     named = {f"{LABELS.get(effort, f'w3pack {effort}')} g{size}": (effort, size) for effort, size in pipeline}
     order = list(dict.fromkeys(["source", *(method.name for method in plain), *rows, *named]))
-    order.sort(key=lambda name: (not name.startswith(("source", "rtn", "nf3")), not name.endswith("g128")))
+    order.sort(key=rank)
     if "source" not in rows:
         judge("source", model, bits_per_weight=None)
     linears = measure_quality.decoder_linears(model)
