@@ -72,6 +72,12 @@ def fill(module: W3Linear, seed: int = 0) -> W3Linear:
     return module
 
 
+@pytest.fixture(autouse=True)
+def nothing_left_of_other_tests() -> None:
+    """What they left in reference cycles would give its matrices back in the middle of one that counts."""
+    gc.collect()
+
+
 def make(
     layout: Layout = "dense",
     qmap_dtype: QmapDtype = "float16",
