@@ -31,14 +31,14 @@
 // A launch may begin while its predecessor in the stream ends: weights are asked for at once, everything that an earlier kernel
 // may have written (x, the staged activations, the workspace, y's memory) is touched after wait_for_predecessors() only.
 //
-// Rejected after a trial: requests for weights by the working warps themselves (a third of their instructions), by one warp for all
-// (it waits for its turn among busy workers, 3 microseconds at 28672 x 8192), one slot for each worker (5 % slower), staging before the
-// main loop (with the rest of the prologue a quarter of the warps' samples), the last row block's products in flight into the next step
-// (ptxas then serialises every wgmma), shifts as multiplications (another pipe, but 8 % slower), the next launch's first weights
-// fetched into the L2 cache by w3_stage.cu (20 to 40 % slower), polling one word of a partial sum for all lanes (lanes are answered
-// eight at a time: the word's own lane could put the pattern back before others had seen it, and they waited for ever). Rejected
-// without a trial: red.global for the sums (order, and so bits, vary), counters with "last block adds up" (one more fence and round
-// trip).
+// Rejected after a trial: requests for weights by the working warps themselves (a third of their instructions), by one warp for all (3
+// microseconds at 28672 x 8192, together with other changes of that version), one slot for each worker (5 % slower), staging before
+// the main loop (with the rest of the prologue a quarter of the warps' samples), the last row block's products in flight into the next
+// step (ptxas then serialises every wgmma), shifts as multiplications (another pipe, but 8 % slower), the next launch's first weights
+// fetched into the L2 cache by w3_stage.cu (no change to more than twice the time), polling one word of a partial sum for all lanes
+// (lanes are answered eight at a time: the word's own lane could put the pattern back before others had seen it, and they waited for
+// ever). Rejected without a trial: red.global for the sums (order, and so bits, vary), counters with "last block adds up" (one more
+// fence and round trip).
 #include "w3_feed.cuh"
 #include "w3_finish.cuh"
 

@@ -1,9 +1,8 @@
 // How weights and staged activations get into shared memory.
 //
 // From sm_90 on four extra warps feed the others. Weights are asked for a slot (some steps of every row tile) at a time: for each row
-// tile one bulk copy of codes and one of scales, since the steps of a row tile follow each other in memory. A warp that competes with
-// busy workers issues few copies a microsecond, so three warps share the row tiles. Activations that w3_stage.cu staged are copied
-// by the fourth. Where the block stages its own, everybody stages the first chunk of steps, when there is nothing else to do, and
+// tile one bulk copy of codes and one of scales, since the steps of a row tile follow each other in memory. Three warps share
+// the row tiles. Activations that w3_stage.cu staged are copied by the fourth. Where the block stages its own, everybody stages the first chunk of steps, when there is nothing else to do, and
 // three of the four go on. Workers only wait and say when a slot is free.
 // Before sm_90 each worker asks for its own weights with 16-byte copies, and all of them stage activations before they start.
 #pragma once
