@@ -58,7 +58,7 @@ W3_DEVICE void convert(const Params& p, const Walk& walk, const SharedMap& map, 
       }
       fence_async_shared();  // the copy engine writes here next
       __syncwarp();
-      if (elect_one()) barrier_arrive(map.ready + 8 * slot);
+      if (arrives()) barrier_arrive(map.ready + 8 * slot);
       if (++slot == kSlots) {
         slot = 0;
         parity ^= 1;

@@ -80,8 +80,9 @@ W3_DEVICE void work(const Params& p, const Walk& walk, const SharedMap& map, int
         const Scales products(scales.value[m], map.x_scales + 4 * (slot * kParts + part) * kScaleTokens, lane % 4);
         multiply_part(map.slots + slot * kSlotBytes + part * 2 * kHalfBytes + my_row, x, products, p.columns - column, lane, acc);
       }
-      __syncwarp();  // every lane has read
-      if (elect_one()) barrier_arrive(map.empty + 8 * slot);
+      fence_async_shared();  // what was read here, the copy engine writes next
+      __syncwarp();          // every lane has read
+      if (arrives()) barrier_arrive(map.empty + 8 * slot);
       if (++slot == kSlots) {
         slot = 0;
         parity ^= 1;

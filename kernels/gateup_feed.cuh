@@ -11,7 +11,7 @@
 W3_DEVICE void init_barriers(const SharedMap& map) {
   for (int i = threadIdx.x % 32; i < 4 * kSlots; i += 32) {
     const int kind = i / kSlots;
-    barrier_init(map.full + 8 * i, kind == 1 ? kWarps : kind == 3 && kBf16 ? kConverters : 1);
+    barrier_init(map.full + 8 * i, kind == 1 ? kWarps * kArrivals : kind == 3 && kBf16 ? kConverters * kArrivals : 1);
   }
   barrier_init_fence();
 }

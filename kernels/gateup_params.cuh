@@ -27,6 +27,11 @@ constexpr int kExchangeBytes = kSplitWarps > 1 ? kWarps * kQuads * 512 : 0;
 constexpr int kTokenPitch = 2 * kPiece + 16;   // bytes from token to token in a slot: eight tokens read from different banks
 constexpr int kScaleTokens = 8 * kTokenTiles;  // of which a slot has room for scales
 constexpr u32 kEmpty = 0xFFFFFFFFu;            // a NaN that no arithmetic produces
+// For racecheck, which sees no barrier of a warp that ptxas could leave out: every lane arrives, and not one for all.
+#ifndef GU_CHECKED
+#define GU_CHECKED 0
+#endif
+constexpr int kArrivals = GU_CHECKED ? 32 : 1;
 
 static_assert(kHalfRows % (8 * kRowWarps) == 0 && kBlock % (8 * kTiles) == 0, "each warp takes whole tiles of one scale block");
 static_assert((kHalfRows % kBlock == 0 || kBlock % kHalfRows == 0) && kHalfRows <= 256, "halves and scale blocks do not overlap by parts");

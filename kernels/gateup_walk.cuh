@@ -27,6 +27,13 @@ struct Walk {
   W3_DEVICE int end_of(int row_block) const { return min(last - row_block * pieces, pieces); }
 };
 
+#if __CUDA_ARCH__ >= 900
+// Whether this lane arrives at a barrier for its warp.
+W3_DEVICE bool arrives() {
+  return GU_CHECKED || elect_one();
+}
+#endif
+
 // First rows of the two halves of a row block. A pair has the same rows of both matrices; a single matrix has neighbours.
 W3_DEVICE int first_row(int row_block) {
   return row_block * (kPaired ? kHalfRows : 2 * kHalfRows);

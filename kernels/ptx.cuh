@@ -239,27 +239,16 @@ W3_DEVICE u32 in_block(u32 shared, u32 rank) {
   return address;
 }
 
-// Arrives at a barrier of any block of the cluster; what this thread wrote, or saw written, comes before.
+// Arrives at a barrier of any block of the cluster; orders nothing but what its thread has done with.
 W3_DEVICE void cluster_arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// barrier_wait for arrivals from other blocks.
-W3_DEVICE void cluster_wait(u32 barrier, u32 parity) {
-  u32 done;
-  do {
-    asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-  } while (!done);
-}
-
-W3_DEVICE Float4 load_cluster_float4(u32 address) {
-  Float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
-  return v;
+// Stores to an address of any block of the cluster, and tells a barrier of the same block that 16 bytes have come.
+W3_DEVICE void store_async(u32 address, Float4 v, u32 barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(address), "f"(v.x), "f"(v.y),
+               "f"(v.z), "f"(v.w), "r"(barrier)
+               : "memory");
 }
 
 // Ordinary writes to shared memory become visible to the asynchronous units (tensor cores, copy engine).

@@ -17,8 +17,8 @@
 // only ever waits for blocks of lower index, which were started before it; and it adds in order of index, so two runs agree in
 // every bit.
 //
-// With kCluster > 1 the blocks of a cluster take the same row blocks, each a part of the steps, and add up in each other's shared memory,
-// each a part of the sums: for small matrices and many tokens, where one block would add up what many left.
+// With kCluster > 1 the blocks of a cluster take the same row blocks, each a part of the steps, and send their sums into each other's
+// shared memory, where each block adds up a part: for small matrices and many tokens, where one block would add up what many left.
 //
 // Inside a thread block the working warp (r, k, w) takes row tile r of the row block, every kSplitWarps-th step from k, and token
 // tiles of its own. Weights come through one ring of slots in shared memory that extra warps keep full with bulk copies (w3_feed.cuh);
@@ -144,9 +144,12 @@ W3_DEVICE void work(const Params& p, const Walk& walk, const SharedMap& map, cha
           }
 #endif
         const auto release = [&] {
-          __syncwarp();  // every lane has read
 #if __CUDA_ARCH__ >= 900
-          if (kBulk && elect_one()) barrier_arrive(map.empty + 8 * slot);
+          if constexpr (kBulk) {
+            fence_async_shared();  // what was read here, the copy engine writes next
+            __syncwarp();          // every lane has read
+            if (arrives()) barrier_arrive(map.empty + 8 * slot);
+          }
 #endif
         };
 #if __CUDA_ARCH_FEAT_SM90_ALL
@@ -157,10 +160,11 @@ W3_DEVICE void work(const Params& p, const Walk& walk, const SharedMap& map, cha
           multiply_step_warp(at, maps, x, lane, token_warp, acc, release);
       }
 #if __CUDA_ARCH__ >= 900
-      if (kSlotSteps > 1 && step >= end && kBulk && elect_one()) barrier_arrive(map.empty + 8 * slot);
+      if (kSlotSteps > 1 && step >= end && kBulk && arrives()) barrier_arrive(map.empty + 8 * slot);
       if constexpr (kStagedX > 0) {
+        fence_async_shared();
         __syncwarp();
-        if (elect_one()) barrier_arrive(map.x_empty + 8 * x_slot);
+        if (arrives()) barrier_arrive(map.x_empty + 8 * x_slot);
         if (++x_slot == kStagedX) {
           x_slot = 0;
           x_parity ^= 1;
@@ -178,16 +182,14 @@ W3_DEVICE void work(const Params& p, const Walk& walk, const SharedMap& map, cha
     turns += end - begin;
     if constexpr (kCluster > 1) {
 #if __CUDA_ARCH__ >= 900
-      finish_cluster(p, row_block, acc, map, warp, row_warp, split_warp, token_warp, lane, row_block == walk.last_block, sums_parity);
+      finish_cluster(p, row_block, acc, map, warp, row_warp, split_warp, token_warp, lane, row_block == walk.last_block,
+                     row_block - walk.stride < walk.first_block, sums_parity);
       sums_parity ^= 1;
 #endif
     } else {
       finish(p, walk, row_block, acc, map.exchange, warp, row_warp, split_warp, token_warp, lane);
     }
   }
-#if __CUDA_ARCH__ >= 900
-  if constexpr (kCluster > 1) cluster_wait(map.sums_read, sums_parity ^ 1);  // nobody may leave while others read its sums
-#endif
 }
 
 extern "C" __global__ void __maxnreg__(kLaunchRegisters) w3_decode(const __grid_constant__ Params p) {

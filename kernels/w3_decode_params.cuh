@@ -37,7 +37,8 @@ constexpr int kFairRegisters = (65536 - (kBesideStaging ? 4096 : 0)) / ((kThread
 constexpr int kLaunchRegisters = kFairRegisters < 255 ? kFairRegisters : 255;
 constexpr int kFeederRegisters = kStagedX == kOwn ? 64 : 40;
 constexpr int kGivenRegisters = (kLaunchRegisters * kThreads - 128 * kFeederRegisters) / (32 * kWarps) / 8 * 8;
-constexpr bool kTradeRegisters = kTrades && kGivenRegisters > kLaunchRegisters && kGivenRegisters < 256;
+// registers change hands in whole warpgroups: no four warps may hold both kinds
+constexpr bool kTradeRegisters = kTrades && kWarps % 4 == 0 && kGivenRegisters > kLaunchRegisters && kGivenRegisters < 256;
 constexpr int kWorkerRegisters = kTradeRegisters ? kGivenRegisters : kLaunchRegisters;
 constexpr bool kWorkersStage = kWarps < 16;              // with fewer registers staging would spill
 constexpr bool kKeepsX = kStagedX == kOwn || kStagedX == kKept;
@@ -59,7 +60,15 @@ constexpr int kSlotScalesAt = kSlotXAt + kSlotSteps * kStepXBytes;
 constexpr int kSlotBytes = kStagedX == kStreamed ? kSlotScalesAt + kSlotSteps * kStepXScales * 4 : kSlotXAt;
 // Blocks of a cluster share the steps of their row blocks and add up in each other's shared memory; 1: runs over all blocks instead.
 constexpr int kCluster = W3_CLUSTER;
-constexpr int kSumItems = kRowWarps * kTokenWarps * kQuads;  // of 512 bytes: what a block has summed of a row block
+// A warp has kMine items of 512 bytes to add up over the cluster; item after item goes to block after block.
+constexpr int kMine = (kQuads + kSplitWarps - 1) / kSplitWarps;
+constexpr int kOwnItems = (kWarps * kMine + kCluster - 1) / kCluster;
+constexpr int kSumBytes = (kCluster - 1) * kOwnItems * 512;
+// For racecheck, which sees no barrier of a warp that ptxas could leave out: every lane arrives, and not one for all.
+#ifndef W3_CHECKED
+#define W3_CHECKED 0
+#endif
+constexpr int kArrivals = W3_CHECKED ? 32 : 1;
 constexpr bool kScaledX = kInt8Map || kBf16;
 constexpr u32 kEmpty = 0xFFFFFFFFu;                      // a NaN that no arithmetic produces
 

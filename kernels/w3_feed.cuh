@@ -21,7 +21,7 @@ struct SharedMap {
     x_scales = x + x_steps * kStepXBytes;
     exchange = x_scales + x_steps * kStepXScales * 4;
     sums = exchange + (kSplitWarps > 1 ? kWarps * kQuads * 512 : 0);
-    sums_full = sums + (kCluster > 1 ? kSumItems * 512 : 0);
+    sums_full = sums + kSumBytes;
     sums_read = sums_full + 8;
     full = sums_full + (kCluster > 1 ? 16 : 0);
     empty = full + 8 * kSlots;
@@ -88,26 +88,31 @@ W3_DEVICE int chunk_of(const Params& p, int turn) {
 }
 
 #if __CUDA_ARCH__ >= 900
+// Whether this lane arrives at a barrier for its warp.
+W3_DEVICE bool arrives() {
+  return W3_CHECKED || elect_one();
+}
+
 // One thread: [full | empty | x_full | x_empty], as SharedMap has them.
 W3_DEVICE void init_barriers(const Params& p, const SharedMap& map) {
 #pragma unroll
   for (int i = 0; i < kSlots; ++i) {
     barrier_init(map.full + 8 * i, min(kWeightFeeders, kRowWarps) + (kStagedX == kStreamed));  // each feeder announces its bytes
-    barrier_init(map.empty + 8 * i, kSlotReaders);
+    barrier_init(map.empty + 8 * i, kSlotReaders * kArrivals);
   }
   if constexpr (kStagedX > 0)
 #pragma unroll
     for (int i = 0; i < kStagedX; ++i) {
       barrier_init(map.x_full + 8 * i, 1);
-      barrier_init(map.x_empty + 8 * i, kWarps);
+      barrier_init(map.x_empty + 8 * i, kWarps * kArrivals);
     }
   if constexpr (kCluster > 1) {
-    barrier_init(map.sums_full, kCluster);
-    barrier_init(map.sums_read, kCluster);
+    barrier_init(map.sums_full, kWarps);
+    barrier_init(map.sums_read, kWarps * (kCluster - 1));
   }
   if constexpr (kKeepsX)
     for (int i = 0; i < p.chunks; ++i)
-      barrier_init(map.x_full + 8 * i, kStagedX == kKept ? 1 : i == 0 && kWorkersStage ? kWarps + 3 : 3);
+      barrier_init(map.x_full + 8 * i, kStagedX == kKept ? 1 : (i == 0 && kWorkersStage ? kWarps + 3 : 3) * kArrivals);
   barrier_init_fence();
 }
 
@@ -204,11 +209,14 @@ W3_DEVICE void feed_kept(const Params& p, const Walk& walk, const SharedMap& map
     const int end = min(p.first_chunk + chunk * p.chunk_steps, order.count);
     barrier_expect(full, (end - turn) * (kStepXBytes + kStepXScales * 4));
 #pragma unroll 1
-    for (; turn < end; ++turn) {
+    while (turn < end) {  // steps that follow each other go together
       const i64 step = order.step(p, walk, turn);
       const int place = order.place(turn, step);
-      copy_bulk(map.x + place * kStepXBytes, p.staged + step * kStepXBytes, kStepXBytes, full);
-      copy_bulk(map.x_scales + place * kStepXScales * 4, p.staged_scales + step * kStepXScales, kStepXScales * 4, full);
+      int count = 1;
+      while (turn + count < end && order.step(p, walk, turn + count) == step + count) ++count;
+      copy_bulk(map.x + place * kStepXBytes, p.staged + step * kStepXBytes, count * kStepXBytes, full);
+      copy_bulk(map.x_scales + place * kStepXScales * 4, p.staged_scales + step * kStepXScales, count * kStepXScales * 4, full);
+      turn += count;
     }
   }
 }
@@ -222,7 +230,7 @@ W3_DEVICE void stage_chunk(const Params& p, const Walk& walk, const ActivationOr
               reinterpret_cast<float*>(shared + (map.x_scales - map.slots)));
   if constexpr (kWarpgroups) fence_async_shared();  // the tensor cores will read what this warp wrote
   __syncwarp();
-  if (lane == 0) barrier_arrive(map.x_full + 8 * chunk);
+  if (arrives()) barrier_arrive(map.x_full + 8 * chunk);
 }
 
 // The feeding warps.

@@ -30,10 +30,7 @@ W3_DEVICE void store_outputs(const Params& p, int row_tile, int token_warp, int 
   }
 }
 
-// Accumulators of a lane that its warp adds up for all split warps of its row tile and tokens: quads k, k + kSplitWarps, ...
-constexpr int kMine = kSplitWarps == 1 ? kQuads : (kQuads + kSplitWarps - 1) / kSplitWarps;
-
-// Sums over the split warps of a row tile, in order of warp; quad split_warp + m * kSplitWarps goes to sum[m].
+// Sums over the split warps of a row tile and its tokens, in order of warp; quad split_warp + m * kSplitWarps goes to sum[m].
 W3_DEVICE void sum_warps(Accumulators& acc, u32 exchange, int warp, int row_warp, int split_warp, int token_warp, int lane,
                          float (&sum)[kMine][4]) {
   if constexpr (kBeside)  // lanes t and t + 2 hold the planes of the same tokens
@@ -154,43 +151,52 @@ W3_DEVICE void finish(const Params& p, const Walk& walk, int row_block, Accumula
 }
 
 #if __CUDA_ARCH__ >= 900
-// The same in a cluster, whose blocks all have sums of the row block: each leaves its own in its shared memory, and adds up and writes
-// every kCluster-th item of all. `parity` alternates from row block to row block.
+// The same in a cluster, whose blocks all have sums of the row block: each sends what it has to the block that adds it up and writes it,
+// straight into that one's shared memory. `parity` alternates from row block to row block.
 W3_DEVICE void finish_cluster(const Params& p, int row_block, Accumulators& acc, const SharedMap& map, int warp, int row_warp,
-                              int split_warp, int token_warp, int lane, bool first, u32 parity) {
-  constexpr int kEverybody = 15;  // the named barrier of all workers
+                              int split_warp, int token_warp, int lane, bool first, bool last, u32 parity) {
   asm volatile("" : "+r"(lane), "+r"(row_warp), "+r"(split_warp), "+r"(token_warp));
   float sum[kMine][4];
   sum_warps(acc, map.exchange, warp, row_warp, split_warp, token_warp, lane, sum);
-  if (!first) cluster_wait(map.sums_read, parity ^ 1);  // the last row block's sums have been read
+  const int row_tile = row_block * kRowWarps + row_warp, rank = blockIdx.x % kCluster;
+  auto wanted = [&](int q) { return row_tile < p.row_tiles && q < kQuads && 8 * (token_warp * kTokenTiles + q % kTokenTiles) < p.tokens; };
+  bool sends = false;
+#pragma unroll
+  for (int m = 0; m < kMine; ++m) sends = sends || ((warp * kMine + m) % kCluster != rank && wanted(split_warp + m * kSplitWarps));
+  // until everybody has read the last row block's; nobody waits for a warp that sends nothing, so it could come too late here
+  if (sends && !first) barrier_wait(map.sums_read, parity ^ 1);
+  u32 expected = 0;
 #pragma unroll
   for (int m = 0; m < kMine; ++m) {
-    const int q = split_warp + m * kSplitWarps, item = (row_warp * kTokenWarps + token_warp) * kQuads + q;
-    if (q < kQuads) store_shared_floats(map.sums + item * 512 + lane * 16, {sum[m][0], sum[m][1], sum[m][2], sum[m][3]});
+    const int item = warp * kMine + m, owner = item % kCluster;
+    if (!wanted(split_warp + m * kSplitWarps)) continue;
+    if (owner == rank) {
+      expected += (kCluster - 1) * 512;
+    } else {  // the others come in order of rank, after the owner's
+      const int place = (rank + kCluster - 1 - owner) % kCluster * kOwnItems + item / kCluster;
+      store_async(in_block(map.sums + place * 512 + lane * 16, owner), {sum[m][0], sum[m][1], sum[m][2], sum[m][3]},
+                  in_block(map.sums_full, owner));
+    }
   }
-  named_barrier(kEverybody, 32 * kWarps);
-  if (warp == 0 && lane < kCluster) cluster_arrive(in_block(map.sums_full, lane));
-  cluster_wait(map.sums_full, parity);
-  const int rank = blockIdx.x % kCluster;
-#pragma unroll 1
-  for (int item = rank + kCluster * warp; item < kSumItems; item += kCluster * kWarps) {
-    const int of_row = item / (kTokenWarps * kQuads), of_token = item / kQuads % kTokenWarps, q = item % kQuads;
-    const int row_tile = row_block * kRowWarps + of_row;
-    if (row_tile >= p.row_tiles || 8 * (of_token * kTokenTiles + q % kTokenTiles) >= p.tokens) continue;
-    Float4 part[kCluster];
+  if (elect_one()) barrier_expect(map.sums_full, expected);
+  barrier_wait(map.sums_full, parity);
 #pragma unroll
-    for (int block = 0; block < kCluster; ++block) part[block] = load_cluster_float4(in_block(map.sums + item * 512 + lane * 16, block));
+  for (int m = 0; m < kMine; ++m) {
+    const int item = warp * kMine + m, q = split_warp + m * kSplitWarps;
+    if (item % kCluster != rank || !wanted(q)) continue;
     float total[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int block = 0; block < kCluster; ++block) {  // in order of block
-      total[0] += part[block].x;
-      total[1] += part[block].y;
-      total[2] += part[block].z;
-      total[3] += part[block].w;
+      const int place = (block + kCluster - 1 - rank) % kCluster * kOwnItems + item / kCluster;
+      const Float4 part = block == rank ? Float4{sum[m][0], sum[m][1], sum[m][2], sum[m][3]} : load_shared_float4(map.sums + place * 512 + lane * 16);
+      total[0] += part.x;
+      total[1] += part.y;
+      total[2] += part.z;
+      total[3] += part.w;
     }
-    store_outputs(p, row_tile, of_token, q, lane, total);
+    store_outputs(p, row_tile, token_warp, q, lane, total);
   }
-  named_barrier(kEverybody, 32 * kWarps);
-  if (warp == 0 && lane < kCluster) cluster_arrive(in_block(map.sums_read, lane));
+  __syncwarp();
+  if (!last && lane < kCluster && lane != rank) cluster_arrive(in_block(map.sums_read, lane));
 }
 #endif

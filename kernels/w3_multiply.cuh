@@ -261,6 +261,7 @@ W3_DEVICE void multiply_step_warpgroup(const StepSlot& slot, const Maps& maps, c
 template <class Release>
 W3_DEVICE void multiply_step_warp(const StepSlot& slot, const Maps& maps, const StagedStep& x, int lane, int token_warp, Accumulators& acc,
                                   Release release) {
+  constexpr int kReleaseBlock = 1;  // by then what was read has come, and the fence in `release` waits for nothing
   constexpr int kTogether = kTokenTiles <= 2 || !kInt8Map ? 1 : 4;  // row blocks whose fragments are in registers together
   StepWords words;
 #pragma unroll
@@ -269,7 +270,6 @@ W3_DEVICE void multiply_step_warp(const StepSlot& slot, const Maps& maps, const 
     if (kHalfStep && !slot.both) words.clear_second(v);
   }
   const RowScales scales = load_row_scales(slot.scales, lane / 4);
-  if constexpr (kStagedX != kStreamed) release();
   TokenOperands b[kTokenTiles <= 2 ? kTokenTiles : 1];
   BlockFragments<kInt8Map> a[kTogether][2];
 
@@ -311,10 +311,10 @@ W3_DEVICE void multiply_step_warp(const StepSlot& slot, const Maps& maps, const 
   if constexpr (kTokenTiles <= 2) {  // activations stay in registers, fragments of a row block come and go
 #pragma unroll
     for (int n = 0; n < kTokenTiles; ++n) load_operands(n, b[n]);
-    if constexpr (kStagedX == kStreamed) release();
 #pragma unroll
     for (int block = 0; block < 4; ++block) {
       decode(block, a[0]);
+      if (block == kReleaseBlock) release();
 #pragma unroll
       for (int n = 0; n < kTokenTiles; ++n) multiply(block, a[0], b[n], n);
     }
@@ -323,6 +323,7 @@ W3_DEVICE void multiply_step_warp(const StepSlot& slot, const Maps& maps, const 
     for (int first = 0; first < 4; first += kTogether) {
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) decode(first + i, a[i]);
+      if (first == 0 && kStagedX != kStreamed) release();
 #pragma unroll
       for (int n = 0; n < kTokenTiles; ++n) {
         load_operands(n, b[0]);

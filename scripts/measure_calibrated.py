@@ -164,7 +164,8 @@ def quantise(
     found = {
         "bits_per_weight": round(report.bits_per_weight, 4),
         "weights": report.weights,
-        "seconds": round(before["seconds"] + time.perf_counter() - wall, 1),
+        # none where an earlier stage was interrupted, and its time lost
+        "seconds": None if before["seconds"] is None else round(before["seconds"] + time.perf_counter() - wall, 1),
         "cpu_seconds": round(before["cpu_seconds"] + time.process_time() - processor, 1),
         "tuning": {k: v for k, v in calibrated.get("tuning", {}).items() if k != "vectors"} or None,
         "samples": calibrated.get("samples"),

@@ -15,9 +15,11 @@ part() {
   case $1 in
     tests) scripts/test.sh --gpu -q ;;
     sanitize)
-      for tool in memcheck racecheck; do
-        echo "== $tool"
-        compute-sanitizer --tool "$tool" --error-exitcode 1 "$PY" scripts/sanitize_kernels.py || return 1
+      for script in sanitize_kernels sanitize_gateup; do
+        echo "== $script: memcheck"
+        compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 "$PY" "scripts/$script.py" --verbose || return 1
+        echo "== $script: racecheck"
+        compute-sanitizer --tool racecheck --error-exitcode 1 "$PY" "scripts/$script.py" --checked --verbose || return 1
       done ;;
     tune)
       rm -f "$OUT/table.json"

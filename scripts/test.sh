@@ -7,6 +7,8 @@ if [ "${1:-}" = "--gpu" ]; then
   shift
   cd "$(dirname "${BASH_SOURCE[0]}")/.."
   export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" W3PACK_REQUIRE_GPU="${W3PACK_REQUIRE_GPU:-1}"
+  # side by side where pytest-xdist is there: most of the time goes into imports and building kernels
+  "${PYTHON:-python3}" -c 'import xdist' 2>/dev/null && set -- -n "${W3PACK_TEST_PROCESSES:-6}" --dist loadfile "$@"
   exec "${PYTHON:-python3}" -m pytest -m gpu -rs "$@"
 fi
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

@@ -32,7 +32,7 @@ def test_every_shape_has_candidates_that_can_be_planned(device: DeviceLimits, to
             assert config.slots * config.slot_steps % config.split_warps == 0
             assert config.ring != 0 or tokens <= MAX_OWN_TOKENS
             assert config.blocks % config.cluster == 0
-            assert config.cluster == 1 or (device.bulk and config.ring != 0)
+            assert config.cluster == 1 or device.bulk
             assert not config.beside or (tokens <= 4 and config.token_tiles == 1)
             assert config.ring <= 0 or (device.bulk and config.split_warps == 1)
             if config.warpgroups:

@@ -19,6 +19,7 @@ from w3pack.ops import w3_cuda, w3_dense, w3_launch
 from w3pack.ops.device import limits
 from w3pack.ops.w3_config import KEPT, OWN, STREAMED, W3Config, W3Desc, make_plan
 from w3pack.ops.w3_decide import plan_of
+from w3pack.ops.w3_dense import row_portions
 from w3pack.reference import w3
 
 pytestmark = pytest.mark.gpu
@@ -53,11 +54,20 @@ def relative(found: torch.Tensor, truth: torch.Tensor) -> float:
     return float((found.double() - truth).norm() / truth.norm())
 
 
+def by_portions(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """torch's product, portion by portion as the operator cuts the rows."""
+    flat = x.reshape(-1, x.shape[-1])
+    portions = row_portions(*weight.shape, flat.shape[0], multiprocessors=limits(0).multiprocessors)
+    y = torch.cat([torch.mm(flat, weight[first:last].t()) for first, last in portions], dim=1)
+    return (y if bias is None else y + bias.to(x.dtype)).reshape(*x.shape[:-1], -1)
+
+
 def assert_no_worse_than_torch(packed: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> None:
     """Within twice torch's error on the same matrix; single roundings may be unlucky where there are few outputs.
 
     The kernels' own bound is 3.0e-4 in float16. Beyond their tokens the product is torch's, on the matrix rounded to float16:
-    that rounding alone is 2e-4, and with the output's 3e-4.
+    that rounding alone is 2e-4, and with the output's 3e-4. Large matrices go to torch in portions of rows, for which cuBLAS may
+    choose algorithms that round once more; so there the bound is torch's own error on the same portions.
     """
     truth = torch.nn.functional.linear(x.double(), packed.weight, None if bias is None else bias.double())
     plain = torch.nn.functional.linear(x, packed.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
@@ -71,7 +81,10 @@ def assert_no_worse_than_torch(packed: Any, x: torch.Tensor, bias: torch.Tensor 
     assert error <= 2 * torchs + few, (tuple(x.shape), error, torchs)
     if x.dtype == torch.float16 and not few:
         dense = x.numel() // x.shape[-1] >= packed.form(x.dtype).dense_from
-        assert error <= (1.05 * torchs if dense else 3.0e-4), (tuple(x.shape), error, torchs)
+        bound = (
+            1.05 * max(torchs, relative(by_portions(x, packed.weight.to(x.dtype), bias), truth)) if dense else 3.0e-4
+        )
+        assert error <= bound, (tuple(x.shape), error, torchs)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -253,6 +266,56 @@ def test_clusters_add_up(
         w3_launch.run_decode(plan, x, *packed.tensors, bias, y)
     truth = torch.nn.functional.linear(x.double(), packed.weight, bias.double())
     assert relative(found[0], truth) <= 3.0e-4
+    assert all(torch.equal(y, found[0]) for y in found)
+
+
+@pytest.mark.parametrize(("row_warps", "split_warps"), [(1, 3), (1, 6), (3, 2), (1, 10), (2, 7)])
+@pytest.mark.parametrize("ring", [OWN, KEPT, STREAMED])
+def test_any_number_of_warps(make: Make, row_warps: int, split_warps: int, ring: int, workspace_is_clean: None) -> None:
+    """Registers change hands in whole warpgroups: with other numbers of warps nobody may wait for any."""
+    packed, limits_ = make((320, 1088, 64, 1)), limits(0)
+    if not limits_.bulk:
+        pytest.skip("not a config of this device")
+    config = W3Config(
+        token_tiles=1,
+        row_warps=row_warps,
+        split_warps=split_warps,
+        token_warps=1,
+        slots=split_warps,
+        ring=ring,
+        blocks=limits_.multiprocessors,
+    )
+    x = random_x(8, 1088)
+    found = torch.full((8, 320), float("nan"), dtype=x.dtype, device="cuda")
+    plan = make_plan(W3Desc.of(packed.spec, tokens=8, x_dtype="float16", device=limits_), config)
+    w3_launch.run_decode(plan, x, *packed.tensors, None, found)
+    assert relative(found, torch.nn.functional.linear(x.double(), packed.weight)) <= 3.0e-4
+
+
+@pytest.mark.parametrize(("token_tiles", "slots", "cluster"), [(2, 8, 1), (4, 4, 2), (4, 4, 4)])
+def test_no_slot_is_filled_while_it_is_read(
+    make: Make, token_tiles: int, slots: int, cluster: int, workspace_is_clean: None
+) -> None:
+    """Many readers of few slots, slowed down by spills: without a fence the copy engine overtook reads in a third of launches."""
+    packed, limits_ = make((14336, 4096, 128, 1)), limits(0)
+    if limits_.arch != "sm_90a":
+        pytest.skip("not a config of this device")
+    config = W3Config(
+        token_tiles=token_tiles,
+        row_warps=1,
+        split_warps=4,
+        token_warps=8 // token_tiles,
+        slots=slots,
+        ring=STREAMED,
+        blocks=limits_.multiprocessors,
+        cluster=cluster,
+    )
+    plan = make_plan(W3Desc.of(packed.spec, tokens=64, x_dtype="float16", device=limits_), config)
+    x = random_x(64, 4096)
+    found = [torch.full((64, 14336), float("nan"), dtype=x.dtype, device="cuda") for _ in range(100)]
+    for y in found:
+        w3_launch.run_decode(plan, x, *packed.tensors, None, y)
+    assert relative(found[0], torch.nn.functional.linear(x.double(), packed.weight)) <= 3.0e-4
     assert all(torch.equal(y, found[0]) for y in found)
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from itertools import product
 
 from w3pack.errors import UnsupportedError
-from w3pack.format.layout import TILE
 from w3pack.ops.w3_config import (
     BESIDE_TOKENS,
     FROM_GLOBAL,
@@ -23,19 +22,17 @@ from w3pack.ops.w3_config import (
     make_plan,
 )
 
-ROW_WARPS = (1, 2, 3, 4, 6, 8, 12)
-SPLIT_WARPS = (1, 2, 3, 4, 6, 8)
+ROW_WARPS = (1, 2, 4, 8)
+SPLIT_WARPS = (1, 2, 4, 6, 8)
 TOKEN_WARPS = (1, 2, 4, 8)
 TOKEN_TILES = (1, 2, 4)
-CLUSTERS = (2, 4, 8)
-#: Weights up to which blocks in clusters are tried: sums over all blocks are a large share of such a call.
-_CLUSTERED = 128 << 20
+CLUSTERS = (1, 2, 4)
 RINGS = (4,)
 #: Resident on a multiprocessor; few kernels have registers for more.
 WARPS = (4, 16)
-#: Bytes of weights in flight on a multiprocessor: what is tried. At about 100 KB the reading ceiling is nearly reached.
-IN_FLIGHT = (40 << 10, 64 << 10, 96 << 10, 128 << 10)
-_BYTES_IN_FLIGHT = 104 << 10
+#: Bytes in flight on a multiprocessor, with streamed activations: what is tried. At about 100 KB the reading ceiling is near.
+IN_FLIGHT = (40 << 10, 64 << 10, 104 << 10)
+_BYTES_IN_FLIGHT = 80 << 10
 _MOST_SLOTS = 16
 
 
@@ -96,10 +93,9 @@ def _sound(desc: W3Desc) -> Iterator[W3Config]:
             beside=beside,
             depth=1 if warpgroups and warps > 8 else 2,  # with two in flight twelve warps run out of registers
         )
-        small = desc.row_tiles * desc.column_tiles * TILE * TILE <= _CLUSTERED
-        clusters = CLUSTERS if device.bulk and small and ring != OWN else ()
+        clusters = CLUSTERS if device.bulk else (1,)
         for candidate in (
-            division for cluster in (1, *clusters) for division in _divisions(desc, replace(config, cluster=cluster))
+            division for cluster in clusters for division in _divisions(desc, replace(config, cluster=cluster))
         ):
             try:
                 plan = make_plan(desc, candidate)
@@ -110,9 +106,11 @@ def _sound(desc: W3Desc) -> Iterator[W3Config]:
 
 def _divisions(desc: W3Desc, config: W3Config) -> Iterator[W3Config]:
     """The config with other slots and numbers of blocks."""
-    steps = (1, config.split_warps) if desc.device.bulk else (config.split_warps,)
-    for slot_steps, blocks in product(dict.fromkeys(steps), _blocks(desc, config)):
+    slot_steps = 1 if desc.device.bulk else config.split_warps
+    for blocks in _blocks(desc, config):
         step_bytes = 2 * desc.tile_bytes * config.row_warps * (1 if desc.device.bulk else config.token_warps)
+        if config.ring == STREAMED:
+            step_bytes += config.step_bytes
         groups = config.split_warps // slot_steps  # each slot stays with one group of split warps
         least, most = -(-2 // groups), max(1, _MOST_SLOTS // groups)
         for rounds in dict.fromkeys(round(bytes_ / (step_bytes * slot_steps * groups)) for bytes_ in IN_FLIGHT):
@@ -123,8 +121,8 @@ def _divisions(desc: W3Desc, config: W3Config) -> Iterator[W3Config]:
 def _blocks(desc: W3Desc, config: W3Config) -> list[int]:
     """One block for each multiprocessor; and the most that cut every row block at the same places, unless many stay idle."""
     every = desc.device.multiprocessors
-    if config.cluster > 1:  # multiprocessors come in groups that are not all multiples of 4 or 8
-        return list(dict.fromkeys((every // config.cluster * config.cluster, every // 8 * 8)))
+    if config.cluster > 1:
+        return [every // config.cluster * config.cluster]
     units = -(-desc.row_tiles // config.row_warps) * desc.steps
     aligned = next((blocks for blocks in range(every, every * 9 // 10, -1) if units % blocks == 0), every)
     return [every] if aligned == every else [every, aligned]
@@ -145,7 +143,7 @@ def _cost(desc: W3Desc, config: W3Config) -> float:
         config.blocks * config.row_warps * 64 * desc.tokens * 4 / (desc.row_tiles * desc.column_tiles * desc.tile_bytes)
     )
     return (
-        abs(math.log2(in_flight / _BYTES_IN_FLIGHT))
+        0.5 * abs(math.log2(in_flight / _BYTES_IN_FLIGHT))
         + 0.5 * abs(math.log2(config.warps / 8))
         + 4 * imbalance
         + 4 * idle_warps

@@ -229,7 +229,8 @@ def shared_bytes(desc: W3Desc, config: W3Config) -> int:
     quads = 4 * config.token_tiles
     exchange = config.warps * quads * 512 if config.split_warps > 1 else 0
     if config.cluster > 1:
-        exchange += config.row_warps * config.token_warps * quads * 512 + 16
+        items = config.warps * -(-quads // config.split_warps)
+        exchange += (config.cluster - 1) * -(-items // config.cluster) * 512 + 16
     barriers = 8 * (2 * config.slots + 2 * max(config.ring, 0) + chunks(desc, config)[2])
     return config.slots * slot + steps * (config.step_bytes + 32 * tiles) + exchange + barriers
 
