@@ -83,6 +83,33 @@ def section(document: Document, published: Document | None, table: Table) -> str
     return "\n".join(parts)
 
 
+def against_float16(bfloat16: Document, float16: Document, table: Table) -> str:
+    """The same calls with bfloat16 activations, from a run right after the other one."""
+    key = ("rows", "columns", "tokens", "layout", "qmap_dtype", "map_kind")
+    others = {tuple(entry[name] for name in key): entry for entry in float16["entries"]}
+    rows = []
+    for entry in bfloat16["entries"]:
+        other = others.get(tuple(entry[name] for name in key))
+        rows.append(
+            [
+                f"{entry['rows']} x {entry['columns']}",
+                str(entry["tokens"]),
+                f"{entry['microseconds']:.1f}",
+                "-" if other is None else f"{other['microseconds']:.1f}",
+                "-" if other is None else f"{entry['microseconds'] / other['microseconds']:.3f}",
+                f"{entry['relative_error']:.1e}",
+                f"{entry['torch_relative_error']:.1e}",
+            ]
+        )
+    first = bfloat16["entries"][0]
+    return (
+        f"### bfloat16 activations beside float16 ones ({first['layout']} layout, {first['qmap_dtype']} map)\n\n"
+        "Two runs, one after the other; clocks differ between them.\n\n"
+        + table(["rows x columns", "tokens", "bfloat16 µs", "float16 µs", "ratio", "error", "torch's error"], rows)
+        + f"\n`{bfloat16['provenance']['command']}`\n"
+    )
+
+
 def prefill(entries: list[Document], table: Table) -> str:
     """The operator against torch over the unpacked matrix."""
     rows = [

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import render_gateup
+import render_generation
 import render_gpu
 import render_ladder
 
@@ -207,6 +208,11 @@ def sections() -> str:
         )
     if w3 := load("w3_h200.json"):
         parts.append(render_gpu.section(w3, load("published_h200.json"), table))
+        if bfloat16 := load("w3_bf16_h200.json"):
+            parts.append(render_gpu.against_float16(bfloat16, w3, table))
+    for name in ("generation_h200.json", "generation_compiled_h200.json"):
+        if generated := load(name):
+            parts.append(render_generation.section(generated, table))
     if gateup := load("gateup_h200.json"):
         parts.append(render_gateup.section(gateup, table))
     return "\n".join(parts)

@@ -22,7 +22,7 @@ def page(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     import importlib
 
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    for name in ("render_results", "render_gpu"):
+    for name in ("render_results", "render_gpu", "render_generation"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return importlib.import_module("render_results")
 
@@ -84,3 +84,32 @@ def test_maps_are_compared_seed_by_seed(page: ModuleType) -> None:
     assert mean == pytest.approx(0.05)
     assert error == pytest.approx(0.05)
     assert page.kl_ratio(rows[:3], "grid", "free", text="t") == (pytest.approx(0.1), None)
+
+
+def test_bfloat16_stands_beside_float16(page: ModuleType, document: dict[str, Any]) -> None:
+    slower = [{**entry, "microseconds": 1.5 * entry["microseconds"]} for entry in document["entries"]]
+    text = page.render_gpu.against_float16({**document, "entries": slower}, document, page.table)
+    assert text.count("| 1.500 |") == len(document["entries"])
+    alone = page.render_gpu.against_float16(document, {**document, "entries": []}, page.table)
+    assert alone.count("| - | - |") == len(document["entries"])
+
+
+def test_generation(page: ModuleType) -> None:
+    def model(ms: float) -> dict[str, Any]:
+        step = {"milliseconds_a_step": ms, "tokens_a_second": 8000 / ms}
+        return {"bytes_held": 5 * 10**9, "bytes_at_most": 6 * 10**9, "graph": {"8": step}, "compiled": {}}
+
+    document = {
+        "layers": 32,
+        "quantised_layers": 2,
+        "prompt_tokens": 32,
+        "steps": 64,
+        "models": {"bf16": model(8.0), "merged": model(4.0)},
+        "speed_against_bf16": {"merged": {"graph": {"8": 2.0}, "compiled": {}}},
+        "provenance": {"device": "GPU", "torch": "2", "driver": "5", "command": "python x.py"},
+    }
+    text = page.render_generation.section(document, page.table)
+    assert "| bf16 | captured | 8 | 8.00 | 1000 | - | 5.00 / 6.00 |" in text
+    assert "| packed, merged Linears | captured | 8 | 4.00 | 2000 | 2.00 | 5.00 / 6.00 |" in text
+    assert "Only 2 layers were quantised" in text
+    assert "Only" not in page.render_generation.section({**document, "quantised_layers": 32}, page.table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def provenance(device_index: int, command: str) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device_index)
     smi = query_smi(device_index)
     return {
-        "command": command,
+        "command": without_folders(command),
         "device": properties.name,
         "capability": f"{properties.major}.{properties.minor}",
         "multiprocessors": properties.multi_processor_count,
@@ -56,6 +57,11 @@ def provenance(device_index: int, command: str) -> dict[str, Any]:
         **_commit(),
         "kernels_sha256": _kernels_digest(),
     }
+
+
+def without_folders(command: str) -> str:
+    """The command with absolute paths cut to their last part: where files lay is no part of what was done."""
+    return re.sub(r"(?<![^\s='\"])/(?:[^\s'\"/]+/)*([^\s'\"/]+)", r"\1", command)
 
 
 def query_smi(device_index: int) -> dict[str, str]:
