@@ -190,5 +190,17 @@ def test_a_device_without_a_table_takes_that_of_its_architecture() -> None:
     desc = W3Desc(8, 28672, 8192, 128, "dense", "int8", "linear", "float16", smaller)
     own = table_of("NVIDIA H200")
     (here, *_), (there, *_) = measured(desc, borrowed), measured(replace(desc, device=DEVICES["sm_90a"]), own)
-    assert (here.blocks, there.blocks) == (114, 132)
-    assert replace(here, blocks=132) == there
+    assert here.blocks == min(there.blocks, 114)
+    assert replace(here, blocks=there.blocks) == there
+
+
+@pytest.mark.parametrize(
+    ("blocks", "multiprocessors", "expected"),
+    [(132, 114, 114), (112, 114, 112), (128, 114, 114), (264, 114, 228), (132, 148, 148), (112, 148, 125)],
+)
+def test_blocks_follow_the_multiprocessors(blocks: int, multiprocessors: int, expected: int) -> None:
+    table = replace(from_json(changed(["entries", 0, "config", "blocks"], blocks), HERE), multiprocessors=132)
+    desc = W3Desc(
+        8, 4096, 4096, 128, "dense", "int8", "linear", "float16", DeviceLimits("sm_90a", multiprocessors, 227 << 10)
+    )
+    assert [config.blocks for config in measured(desc, table)] == [expected]

@@ -100,10 +100,15 @@ def measured(desc: W3Desc, table: Table | None) -> list[W3Config]:
 
 
 def _scaled(config: W3Config, table: Table, desc: W3Desc) -> W3Config:
-    """A config measured on a device with another number of multiprocessors: as many blocks for each of them."""
-    if table.multiprocessors in (0, desc.device.multiprocessors):
+    """A config measured on a device with another number of multiprocessors: as many blocks for each of them.
+
+    Fewer blocks than multiprocessors are all that the work allowed, and stay as many on a smaller device.
+    """
+    here, there = desc.device.multiprocessors, table.multiprocessors
+    if there in (0, here):
         return config
-    return replace(config, blocks=max(1, config.blocks * desc.device.multiprocessors // table.multiprocessors))
+    blocks = config.blocks * here // there if here > there else min(config.blocks, -(-config.blocks // there) * here)
+    return replace(config, blocks=max(1, blocks))
 
 
 def heuristic(desc: W3Desc) -> Iterator[W3Config]:
