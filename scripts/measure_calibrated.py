@@ -5,7 +5,7 @@
 Each --calibrate is files joined to one text, and so is each --text; repeat either. Texts to calibrate on must have nothing
 in common with those to evaluate on. `python scripts/measure_calibrated.py --smollm2` sets all of these: SmolLM2-135M,
 calibrated on State of the Union addresses before 1990 and Python's help topics, evaluated on those from 1990 on and on
-Moby-Dick.
+Moby-Dick; `--gemma3` and `--qwen-coder` are Gemma-3-270M and Qwen2.5-Coder-0.5B, the latter with Python sources as well.
 
 The model is quantised by the same functions as the command line calls, into FOLDER, and loaded from there; figures are taken
 by `w3pack.pipeline.evaluate`, source and results in bfloat16. A row is written as soon as it is there. Rows in OUT.json and
@@ -41,7 +41,7 @@ from w3pack.integrations.calibration import TUNING_SHARE, prepare_calibration
 from w3pack.integrations.loadable import loadable_for
 from w3pack.integrations.sources import open_source
 from w3pack.pipeline import calibrate
-from w3pack.pipeline.evaluate import evaluate, reference_log_probabilities, token_windows
+from w3pack.pipeline.evaluate import evaluate, reference_log_probabilities
 from w3pack.pipeline.packed import open_packed
 from w3pack.pipeline.plan import QuantizeOptions
 from w3pack.pipeline.quantize_model import prepare_job, run
@@ -72,14 +72,27 @@ def joined(files: list[Path]) -> str:
     return "\n\n".join(file.read_text(encoding="utf-8") for file in files)
 
 
-def smollm2() -> dict[str, Any]:
-    """Model and texts of the published ladder."""
+#: Standard-library sources that only evaluation sees, and those that only calibration sees.
+JUDGED_CODE = ("argparse.py", "dataclasses.py", "textwrap.py")
+LEARNT_CODE = (
+    "ast.py",
+    "calendar.py",
+    "configparser.py",
+    "csv.py",
+    "difflib.py",
+    "inspect.py",
+    "tarfile.py",
+    "typing.py",
+)
+
+
+def english() -> dict[str, Any]:
+    """Public-domain texts: what the language models are calibrated on, and what they are judged by."""
     addresses = sorted(fetch.fetch_texts("sotu").glob("*.txt"))
     chapters = sorted(fetch.fetch_texts("moby-dick").glob("chapter_*.txt"))
     from pydoc_data.topics import topics
 
     return {
-        "model": fetch.fetch_model("smollm2-135m"),
         "calibrate": {
             "State of the Union before 1990": joined([f for f in addresses if int(f.name[:4]) < 1990]),
             "Python's help topics": "\n\n".join(topics[name] for name in sorted(topics)),
@@ -89,6 +102,31 @@ def smollm2() -> dict[str, Any]:
             "Moby-Dick": joined(chapters),
         },
     }
+
+
+def smollm2() -> dict[str, Any]:
+    """Model and texts of the published ladder."""
+    return {"model": fetch.fetch_model("smollm2-135m"), **english()}
+
+
+def gemma3() -> dict[str, Any]:
+    """Gemma-3-270M, a base model, with the same texts."""
+    return {"model": fetch.fetch_model("gemma3-270m"), **english()}
+
+
+def qwen_coder() -> dict[str, Any]:
+    """A coder model: calibrated on code too, judged by code first."""
+    texts = english()
+    library = Path(argparse.__file__).parent
+    texts["calibrate"]["Python sources"] = joined([library / name for name in LEARNT_CODE])
+    return {
+        "model": fetch.fetch_model("qwen2.5-coder-0.5b"),
+        "calibrate": texts["calibrate"],
+        "text": {"other Python sources": joined([library / name for name in JUDGED_CODE]), **texts["text"]},
+    }
+
+
+PRESETS = {"smollm2": smollm2, "gemma3": gemma3, "qwen-coder": qwen_coder}
 
 
 def rank(method: str) -> tuple[int, int]:
@@ -244,7 +282,8 @@ def measure(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smollm2", action="store_true", help="model and texts of the published ladder")
+    for preset, make in PRESETS.items():
+        parser.add_argument(f"--{preset}", dest="preset", action="store_const", const=preset, help=make.__doc__)
     parser.add_argument("--model", type=Path, help="a .gguf file or a checkpoint folder")
     parser.add_argument("--calibrate", type=Path, nargs="+", action="append", default=[], help="UTF-8 files")
     parser.add_argument("--text", type=Path, nargs="+", action="append", default=[], help="UTF-8 files to evaluate on")
@@ -269,8 +308,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
-    if arguments.smollm2:
-        chosen = smollm2()
+    if arguments.preset:
+        chosen = PRESETS[arguments.preset]()
         arguments.model = chosen["model"]
     else:
         chosen = {
@@ -278,7 +317,7 @@ def main() -> int:
             for kind in ("calibrate", "text")
         }
     if not (arguments.model and chosen["calibrate"] and chosen["text"]):
-        parser.error("--model, --calibrate and --text are needed without --smollm2")
+        parser.error("--model, --calibrate and --text are needed without --smollm2, --gemma3 or --qwen-coder")
     try:
         calibration: list[Path] = []
         for name, text in chosen["calibrate"].items():
@@ -289,8 +328,9 @@ def main() -> int:
         windows: dict[str, torch.Tensor] = {}
         facts: dict[str, Any] = {}
         for name, text in chosen["text"].items():
-            ids = tokenizer(text[: arguments.tokens * 16])["input_ids"]
-            windows[name] = token_windows(ids, window=arguments.window, tokens=arguments.tokens)
+            windows[name] = measure_quality.framed_windows(
+                tokenizer, text[: arguments.tokens * 16], window=arguments.window, tokens=arguments.tokens
+            )
             facts[name] = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "windows": len(windows[name])}
         report = provenance(arguments, chosen["calibrate"], facts)
         if arguments.json.exists():
@@ -304,7 +344,11 @@ def main() -> int:
 
 def provenance(arguments: argparse.Namespace, calibration: dict[str, str], texts: dict[str, Any]) -> dict[str, Any]:
     """The report without its results."""
-    options = ["--smollm2"] if arguments.smollm2 else ["--model", arguments.model.name, "--calibrate ... --text ..."]
+    options = (
+        [f"--{arguments.preset}"]
+        if arguments.preset
+        else ["--model", arguments.model.name, "--calibrate ... --text ..."]
+    )
     options += ["--tuning-share", f"{arguments.tuning_share:g}"] if arguments.tuning_share != TUNING_SHARE else []
     return {
         "what": "calibrated 3-bit quantization of every decoder Linear; KL(source || model) in nats per token",

@@ -32,8 +32,12 @@ part() {
         "$PY" -m w3pack bench --model limits --tokens 1,8,16 --layout dense --qmap int8 --dtype bfloat16 --json -q > "$OUT/w3_bf16_h200.json" ;;
     gateup) "$PY" scripts/measure_gateup_gpu.py > "$OUT/gateup_h200.json" ;;
     generation)
-      "$PY" scripts/measure_generation_gpu.py --folder "$OUT/../w3pack-generation" > "$OUT/generation_h200.json" &&
-        "$PY" scripts/measure_generation_gpu.py --folder "$OUT/../w3pack-generation" --compile 1 > "$OUT/generation_compiled_h200.json" ;;
+      local kept="$OUT/../w3pack-generation" state=0
+      "$PY" scripts/measure_generation_gpu.py --folder "$kept" > "$OUT/generation_h200.json" &&
+        "$PY" scripts/measure_generation_gpu.py --folder "$kept" --compile 1 > "$OUT/generation_compiled_h200.json" || state=1
+      # offline: transformers would look for FP8 kernels to download, and wait
+      HF_HUB_OFFLINE=1 "$PY" scripts/measure_generation_fp8_gpu.py --folder "$kept" > "$OUT/generation_fp8_h200.json" || state=1
+      return $state ;;
     *) echo "expected a part, got $1; see the head of this script"; return 2 ;;
   esac
 }

@@ -33,7 +33,7 @@ from w3pack.format import names
 from w3pack.integrations.calibration import prepare_calibration
 from w3pack.integrations.loadable import loadable_for
 from w3pack.integrations.sources import open_source
-from w3pack.pipeline.evaluate import evaluate, reference_log_probabilities, token_windows
+from w3pack.pipeline.evaluate import evaluate, reference_log_probabilities
 from w3pack.pipeline.packed import open_packed
 from w3pack.pipeline.plan import QuantizeOptions
 from w3pack.pipeline.quantize_model import prepare_job, run
@@ -129,8 +129,10 @@ def main() -> int:
         windows, texts = {}, {}
         for files in arguments.text:
             label = files[0].name if len(files) == 1 else f"{files[0].name} ... {files[-1].name}"
-            ids = tokenizer(joined(files)[: arguments.tokens * CHARACTERS_PER_TOKEN])["input_ids"]
-            windows[label] = token_windows(ids, window=arguments.window, tokens=arguments.tokens)
+            text = joined(files)[: arguments.tokens * CHARACTERS_PER_TOKEN]
+            windows[label] = measure_quality.framed_windows(
+                tokenizer, text, window=arguments.window, tokens=arguments.tokens
+            )
             texts[label] = described(files)
         report: dict[str, Any] = {
             "what": "KL(source || model) in nats per token of maps on the int8 grid and of free float16 maps",

@@ -29,7 +29,7 @@ from w3pack.errors import W3PackError
 from w3pack.integrations.calibration import prepare_calibration
 from w3pack.integrations.loadable import loadable_for
 from w3pack.integrations.sources import open_source
-from w3pack.pipeline.evaluate import evaluate, reference_log_probabilities, token_windows
+from w3pack.pipeline.evaluate import evaluate, reference_log_probabilities
 from w3pack.pipeline.mixing import MixRequest, kept_bytes, mix_job
 from w3pack.pipeline.plan import QuantizeOptions
 from w3pack.pipeline.quantize_model import prepare_job, run
@@ -150,8 +150,10 @@ def main() -> int:
         windows, texts = {}, {}
         for files in arguments.text:
             label = files[0].name if len(files) == 1 else f"{files[0].name} ... {files[-1].name}"
-            ids = tokenizer(grid.joined(files)[: arguments.tokens * grid.CHARACTERS_PER_TOKEN])["input_ids"]
-            windows[label] = token_windows(ids, window=arguments.window, tokens=arguments.tokens)
+            text = grid.joined(files)[: arguments.tokens * grid.CHARACTERS_PER_TOKEN]
+            windows[label] = measure_quality.framed_windows(
+                tokenizer, text, window=arguments.window, tokens=arguments.tokens
+            )
             texts[label] = grid.described(files)
         report: dict[str, Any] = {
             "what": "KL(source || model) in nats per token of models of mixed precision and of guided calibration",

@@ -27,6 +27,7 @@ import torch
 import transformers
 
 from w3pack.errors import UsageError, W3PackError
+from w3pack.integrations.passages import prefix_ids
 from w3pack.pipeline.evaluate import evaluate, reference_log_probabilities, token_windows
 from w3pack.quantize import QuantizeSettings, named_map, quantize_data_free
 
@@ -218,6 +219,14 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
+def framed_windows(tokenizer: Any, text: str, *, window: int, tokens: int) -> torch.Tensor:
+    """int64 [windows, window], each after what the tokenizer puts before a text: without its bos Gemma is lost."""
+    prefix = prefix_ids(tokenizer)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    body = token_windows(ids, window=window - len(prefix), tokens=tokens)
+    return torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(len(body), len(prefix)), body], dim=1)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="checkpoint folder or .gguf file")
@@ -240,8 +249,9 @@ def main() -> int:
             text = "\n\n".join(file.read_text(encoding="utf-8") for file in files)
             label = files[0].name if len(files) == 1 else f"{files[0].name}+{len(files) - 1}"
             # 16 characters a token is beyond any tokenizer's average; tokenizing more would only take time.
-            ids = tokenizer(text[: arguments.tokens * 16])["input_ids"]
-            windows[label] = token_windows(ids, window=arguments.window, tokens=arguments.tokens)
+            windows[label] = framed_windows(
+                tokenizer, text[: arguments.tokens * 16], window=arguments.window, tokens=arguments.tokens
+            )
             texts[label] = {
                 "files": [file.name for file in files],
                 "sha256": hashlib.sha256(text.encode()).hexdigest(),

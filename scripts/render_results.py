@@ -16,6 +16,7 @@ from typing import Any
 
 import render_gateup
 import render_generation
+import render_generation_fp8
 import render_gpu
 import render_ladder
 
@@ -215,6 +216,8 @@ def sections() -> str:
             parts.append(render_generation.section(generated, table))
     if gateup := load("gateup_h200.json"):
         parts.append(render_gateup.section(gateup, table))
+    if generated := load("generation_fp8_h200.json"):
+        parts.append(render_generation_fp8.section(generated, table))
     return "\n".join(parts)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional
 
 from w3pack.format.gateup import GateUpSpec
 from w3pack.jit import load
-from w3pack.ops import gateup_arms, gateup_cuda, gateup_probe
+from w3pack.ops import gateup_arms, gateup_choices, gateup_cuda, gateup_probe
 from w3pack.ops.device import limits
 from w3pack.ops.gateup_between import between_text
 from w3pack.ops.gateup_launch import GateUpDecoder, Matrix
@@ -130,7 +131,8 @@ def built() -> None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_chosen() -> None:
+def nothing_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gateup_choices, "folder", lambda: tmp_path / "gateup")
     gateup_probe.forget()
 
 
@@ -423,6 +425,23 @@ def test_prepare_chooses_and_says_what(wanted: str) -> None:
     graph.replay()
     truth = mlp(x)
     assert torch.equal(out, truth)
+
+
+@pytest.mark.parametrize("w8a8", [False, True])
+def test_the_next_start_takes_what_was_measured_from_disk(w8a8: bool, tmp_path: Path) -> None:
+    mlp = mlp_of()
+    first = prepare(mlp, (1, 16), dtype=torch.bfloat16, w8a8=w8a8).gateup
+    assert not any(choice.from_disk for choice in first)
+    (path,) = (tmp_path / "gateup").iterdir()
+    gateup_probe.forget()
+    again = prepare(mlp, (1, 16), dtype=torch.bfloat16, w8a8=w8a8).gateup
+    assert [replace(choice, from_disk=False, microseconds=()) for choice in again] == [
+        replace(choice, microseconds=()) for choice in first
+    ]
+    assert all(choice.from_disk for choice in again)
+    path.write_text("{}")
+    gateup_probe.forget()
+    assert not any(choice.from_disk for choice in prepare(mlp, (1,), dtype=torch.bfloat16, w8a8=w8a8).gateup)
 
 
 def test_prepare_widens_scales_and_moving_lets_go_of_them() -> None:

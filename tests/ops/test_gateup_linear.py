@@ -12,11 +12,20 @@ from torch.nn import functional
 
 from w3pack.errors import UnsupportedError
 from w3pack.jit import KernelText, ToolchainError
-from w3pack.ops import gateup_arms, gateup_cuda, gateup_dense, gateup_launch, gateup_linear, gateup_probe, workspace
+from w3pack.ops import (
+    gateup_arms,
+    gateup_choices,
+    gateup_cuda,
+    gateup_dense,
+    gateup_launch,
+    gateup_linear,
+    gateup_probe,
+    workspace,
+)
 from w3pack.ops.configs import DEVICES
+from w3pack.ops.gateup_choices import ArmChoice
 from w3pack.ops.gateup_launch import Matrix
 from w3pack.ops.gateup_linear import fp8_linear, gate_up_linear, gate_up_linear_of
-from w3pack.ops.gateup_probe import ArmChoice
 from w3pack.quantize.fp8_blocks import quantize_fp8_blocks
 from w3pack.reference import fp8_gateup
 
@@ -154,6 +163,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(gateup_cuda, "_FORMS", {})
     monkeypatch.setattr(gateup_cuda, "_WARNED", set())
+    monkeypatch.setattr(gateup_choices, "_made_with", lambda: None)  # nothing of the user's is read or written
     gateup_probe.forget()
     return found
 

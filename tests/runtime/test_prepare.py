@@ -31,6 +31,8 @@ def test_wrong_arguments_are_refused_with_a_sentence() -> None:
         UsageError, match=r"expected gateup to be one of auto, kernel, fused, separate, dequantize, got 'best'"
     ):
         prepare(W3Linear(SPEC), gateup="best")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"expected probe to be one of auto, fresh, memory, got 'never'"):
+        prepare(W3Linear(SPEC), probe="never")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"expected activations of float16 or bfloat16, got torch.float32"):
         prepare(W3Linear(SPEC), dtype=torch.float32)
 

@@ -14,7 +14,8 @@ from torch import nn
 from w3pack.errors import UsageError
 from w3pack.jit import KernelText, ToolchainError, load
 from w3pack.ops import workspace
-from w3pack.ops.gateup_probe import WANTED, ArmChoice, Wanted
+from w3pack.ops.gateup_choices import ArmChoice
+from w3pack.ops.gateup_probe import PROBES, WANTED, Probe, Wanted
 from w3pack.ops.w3_cuda import X_DTYPES, Form
 from w3pack.ops.w3_linear import form_of
 from w3pack.runtime.fp8_linear import Fp8Module
@@ -60,6 +61,7 @@ def prepare(
     captures: int = 8,
     gateup: Wanted = "auto",
     w8a8: bool = False,
+    probe: Probe = "auto",
     merge: bool | None = None,
 ) -> Prepared:
     """Merge packed Linears that read the same tensor, build and load the kernels of every packed or FP8 module on a CUDA device, set
@@ -75,12 +77,14 @@ def prepare(
         captures: how many CUDA graphs may be captured before the next eager call.
         gateup: "auto" times what there is for each shape and number of tokens; or the name of an arm (gateup_arms.py).
         w8a8: whether "auto" may choose arms that round activations to 8 bits, an error of about 3 percent of the MLP's inner product.
+        probe: where times for "auto" come from. "auto" takes those that an earlier process kept in the cache folder, else measures and
+            keeps them; "fresh" measures anew and keeps them; "memory" neither reads nor writes what is kept.
         merge: whether q, k and v, gate and up, and other Linears that read the same tensor compute one product (merge.py). Without
             it they do on CUDA devices, as in serving engines: it takes no memory and changes results only by rounding, and
             `unmerge` undoes it. True merges on CPUs too, where nothing is gained; False merges nothing and parts nothing.
 
     Raises:
-        UsageError: a batch size below 1, another dtype, or no such arm.
+        UsageError: a batch size below 1, another dtype, or no such arm or probe.
         CompileError, LaunchError: a kernel does not build, or the driver refuses it.
     """
     started = time.perf_counter()
@@ -90,6 +94,8 @@ def prepare(
         raise UsageError(f"expected activations of float16 or bfloat16, got {dtype}; other dtypes need no preparation")
     if gateup not in WANTED:
         raise UsageError(f"expected gateup to be one of {', '.join(WANTED)}, got {gateup!r}; name one of them")
+    if probe not in PROBES:
+        raise UsageError(f"expected probe to be one of {', '.join(PROBES)}, got {probe!r}; name one of them")
     merging = _merged(model, merge)
     layers = [
         module
@@ -97,7 +103,7 @@ def prepare(
         if isinstance(module, W3Linear) and not module.is_member and module.codes.is_cuda
     ]
     dtypes = [dtype] if dtype else _activation_dtypes(model)
-    fp8 = Fp8Work(model, dtypes, batch_sizes, wanted=gateup, w8a8=w8a8)
+    fp8 = Fp8Work(model, dtypes, batch_sizes, wanted=gateup, w8a8=w8a8, probe=probe)
     if not layers and not fp8.modules:
         seconds = time.perf_counter() - started
         return Prepared(kernels=0, built=0, seconds=seconds, workspace_bytes=0, merging=merging)

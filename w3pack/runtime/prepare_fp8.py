@@ -9,11 +9,12 @@ from torch import nn
 
 from w3pack.jit import KernelText, ToolchainError
 from w3pack.ops import gateup_cuda, gateup_probe, workspace
-from w3pack.ops.gateup_arms import ROUNDING
+from w3pack.ops.gateup_arms import ROUNDING, padded
 from w3pack.ops.gateup_between import between_text
+from w3pack.ops.gateup_choices import ArmChoice
 from w3pack.ops.gateup_cuda import Fp8Form
 from w3pack.ops.gateup_launch import Matrix
-from w3pack.ops.gateup_probe import ArmChoice, Wanted
+from w3pack.ops.gateup_probe import Probe, Wanted
 from w3pack.pack.gateup import split_rows
 from w3pack.runtime.fp8_linear import Fp8Linear, Fp8Module
 from w3pack.runtime.gateup import FusedGateUp
@@ -32,9 +33,10 @@ class Fp8Work:
         *,
         wanted: Wanted,
         w8a8: bool,
+        probe: Probe,
     ) -> None:
         """Scales are widened here; nothing is built yet."""
-        self._dtypes, self._sizes, self._wanted, self._w8a8 = dtypes, batch_sizes, wanted, w8a8
+        self._dtypes, self._sizes, self._wanted, self._w8a8, self._probe = dtypes, batch_sizes, wanted, w8a8, probe
         found = [module for module in model.modules() if isinstance(module, Fp8Module) and module.weight.is_cuda]
         for module in found:
             module.widen()
@@ -82,13 +84,16 @@ class Fp8Work:
             form.give_up(error)
 
     def decide(self) -> tuple[ArmChoice, ...]:
-        """Choose an arm for each shape and number of tokens."""
-        choices: dict[ArmChoice, None] = {}
+        """Choose an arm for each shape and number of tokens, once for each."""
+        choices: dict[tuple[object, ...], ArmChoice] = {}
         for module in self.pairs:
             (gate, up), (gate_scales, up_scales) = split_rows(module.weight), split_rows(module.scales)
             halves = Matrix(gate.detach(), gate_scales.detach()), Matrix(up.detach(), up_scales.detach())
             for dtype in self._dtypes:
                 for size in self._sizes:
-                    choice = gateup_probe.decide(*halves, size, dtype, wanted=self._wanted, w8a8=self._w8a8)
-                    choices.setdefault(choice)
-        return tuple(choices)
+                    key = (*gate.shape, gate.get_device(), dtype, padded(size))
+                    if key not in choices:
+                        choices[key] = gateup_probe.decide(
+                            *halves, size, dtype, wanted=self._wanted, w8a8=self._w8a8, probe=self._probe
+                        )
+        return tuple(dict.fromkeys(choices.values()))
