@@ -87,6 +87,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(suite, "empty_kernel", lambda *_: Timing.of([0.8]))
     monkeypatch.setattr(suite, "bench_like_do_bench", made.graph_time)
     monkeypatch.setattr(suite, "borrowed", borrowed)
+    monkeypatch.setattr(suite, "mainloop_call", lambda *_: lambda i: None)
     monkeypatch.setattr(partials, "borrowed", borrowed)
     monkeypatch.setattr(partials, "clean", made.clean)
     for module in (suite, tuner):
@@ -113,6 +114,9 @@ def test_the_suite_says_how_fast_and_how_exact() -> None:
         assert entry["share_of_ceiling"] == round(5.0 / entry["microseconds"], 4)
         assert entry["speed_against_torch"] == round(100.0 / entry["microseconds"], 4)
         assert 0 < entry["relative_error"] == entry["torch_relative_error"] < 1e-2
+    for entry in found["prefill"]:
+        assert entry["way"] == "dequantise"
+        assert entry["mainloop_microseconds"] == entry["without_mainloop_microseconds"] == 100.0
     assert found["ceiling_kind"] == "made up"
     assert found["provenance"] == SOURCE
 

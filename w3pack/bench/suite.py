@@ -3,7 +3,7 @@
     document = run(cases, device_index=0, command="w3pack bench ...")      # JSON-ready, with provenance
 
 Up to 64 tokens (`MAX_TOKENS`) the decode kernel is timed through the plan that the operator would choose; above that the
-operator itself, as the ratio to torch. Nothing here asserts: figures are for people to judge.
+operator itself, as the ratio to torch, and the way that it did not take beside it. Nothing here asserts: figures are for people to judge.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from w3pack.bench.ceiling import Ceiling, empty_kernel, read_ceiling
 from w3pack.bench.kernels import load_all
 from w3pack.bench.operands import X_DTYPES, Weights, random_weights, random_x, relative_error
 from w3pack.bench.partials import borrowed
+from w3pack.bench.prefill import chosen, mainloop_call, other_call, plan_for
 from w3pack.bench.provenance import need_gpu, provenance
 from w3pack.bench.shapes import Case
 from w3pack.bench.timing import Timing, bench_like_do_bench, copies_for, graph_time, l2_bytes
@@ -76,7 +77,7 @@ class Bench:
             count = self.copies(matrix.nbytes)
             matrices = [matrix, *(matrix.clone() for _ in range(count - 1))]
             self._torch[key] = graph_time(
-                lambda i: torch.nn.functional.linear(x, matrices[i]), copies=count, **_counts(case)
+                lambda i: torch.nn.functional.linear(x, matrices[i]), copies=count, **counts(case)
             )
         return self._torch[key]
 
@@ -135,7 +136,7 @@ def texts(plan: W3Plan) -> tuple[KernelText, ...]:
     return (plan.decode,) if plan.stage is None else (plan.decode, plan.stage)
 
 
-def _counts(case: Case) -> dict[str, int]:
+def counts(case: Case) -> dict[str, int]:
     """Fewer repetitions where one call takes long."""
     return {"repeats": _PREFILL_REPEATS, "outer": 11} if case.tokens > MAX_TOKENS else {}
 
@@ -189,8 +190,34 @@ def prefill_entry(bench: Bench, case: Case) -> dict[str, Any]:
         )
 
     with borrowed(bench.device_index):
-        timing = graph_time(call, copies=count, **_counts(case))
-    return {**case.to_dict(), **_timed(timing), **_beside_torch(bench, case, weights, x, call(0), timing)}
+        timing = graph_time(call, copies=count, **counts(case))
+    return {
+        **case.to_dict(),
+        **_timed(timing),
+        **_beside_torch(bench, case, weights, x, call(0), timing),
+        **_both_ways(bench, case, sets, x, timing),
+    }
+
+
+def _both_ways(
+    bench: Bench, case: Case, sets: Sequence[Weights], x: torch.Tensor, operator: Timing
+) -> dict[str, float | str | None]:
+    """Times with the prefill kernel and without it, one of which is the operator's; None where there is no such kernel."""
+    plan = plan_for(case, bench.limits)
+    takes_it = chosen(case, sets[0])
+    way = {"way": "mainloop" if takes_it else "dequantise"}
+    if plan is None:
+        return {**way, "mainloop_microseconds": None, "without_mainloop_microseconds": _micro(operator.median_us)}
+    ys = [torch.empty(case.tokens, case.rows, dtype=x.dtype, device=x.device) for _ in sets]
+    other = other_call(case, sets, x, ys) if takes_it else mainloop_call(plan, sets, x, ys)
+    with borrowed(bench.device_index):
+        timing = graph_time(other, copies=len(sets), **counts(case))
+    mainloop, without = (operator, timing) if takes_it else (timing, operator)
+    return {
+        **way,
+        "mainloop_microseconds": _micro(mainloop.median_us),
+        "without_mainloop_microseconds": _micro(without.median_us),
+    }
 
 
 def _timed(timing: Timing) -> dict[str, float]:

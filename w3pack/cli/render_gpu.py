@@ -54,8 +54,10 @@ def _entries(console: Console, found: dict[str, Any]) -> None:
 
 
 def _prefill(console: Console, entries: list[dict[str, Any]]) -> None:
-    table = _table("rows x columns", "tokens", "form", "operator us", "torch us", "time / torch's", "error")
+    ways = ("mainloop us", "without it us")
+    table = _table("rows x columns", "tokens", "form", "operator us", "torch us", "time / torch's", "error", *ways)
     for entry in entries:
+        times = (entry.get("mainloop_microseconds"), entry.get("without_mainloop_microseconds"))
         table.add_row(
             f"{entry['rows']} x {entry['columns']}",
             str(entry["tokens"]),
@@ -64,6 +66,7 @@ def _prefill(console: Console, entries: list[dict[str, Any]]) -> None:
             f"{entry['torch_microseconds']:.1f}",
             f"{1 / entry['speed_against_torch']:.2f}",
             f"{entry['relative_error']:.1e}",
+            *("-" if time is None else f"{time:.1f}" for time in times),
         )
     console.print(table)
 
@@ -90,6 +93,30 @@ def tuning(found: dict[str, Any], *, as_json: bool) -> None:
         )
     console.print(table)
     _facts(console, ("Table", found["table"]), ("Device", found["provenance"]["device"]), notes=found["failed"])
+
+
+def prefill_tuning(found: dict[str, Any], *, as_json: bool) -> None:
+    """Where the tuner found the prefill kernel faster."""
+    if as_json:
+        _json(found)
+        return
+    console = _console()
+    table = _table("rows x columns", "tokens", "form", "mainloop us", "without it us", "error", "config", "")
+    for entry in found["compared"]:
+        config, time = entry["config"], entry["microseconds"]
+        table.add_row(
+            f"{entry['rows']} x {entry['columns']}",
+            str(entry["tokens"]),
+            _plain(_form(entry)),
+            "-" if time is None else f"{time:.1f}",
+            f"{entry['microseconds_without']:.1f}",
+            f"{entry['relative_error']:.1e}",
+            f"tokens {config['tokens']}, slots {config['slots']}, cluster {config['cluster']}",
+            _plain(entry["fault"] or ""),
+        )
+    console.print(table)
+    chosen = [f"{shape}: {first} to {last} tokens" for shape, (first, last) in found["mainloop_tokens"].items()]
+    _facts(console, ("Table", found["table"]), ("Device", found["provenance"]["device"]), notes=chosen)
 
 
 def _short(config: dict[str, Any]) -> str:

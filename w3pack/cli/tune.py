@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,8 @@ _LAYOUTS, _QMAPS, _X = list(Layout), list(QmapDtype), [XDtype.float16]
 def command(
     model: Annotated[list[str] | None, typer.Option(help="A model's Linears, such as llama-3-8b. Repeatable.")] = None,
     shape: Annotated[list[str] | None, typer.Option(help="ROWSxCOLUMNS, such as 4096x14336. Repeatable.")] = None,
-    tokens: Annotated[str, typer.Option(help="Token counts, at most 64.")] = "1,8,16,32,64",
+    tokens: Annotated[str, typer.Option(help="Token counts: up to 64, or with --prefill above 64.")] = "1,8,16,32,64",
+    prefill: Annotated[bool, typer.Option("--prefill", help="Find where the prefill kernel is faster.")] = False,
     layout: Annotated[list[Layout], typer.Option(help="Code layouts.")] = _LAYOUTS,
     qmap: Annotated[list[QmapDtype], typer.Option(help="Map dtypes.")] = _QMAPS,
     dtype: Annotated[list[XDtype], typer.Option(help="Activation dtypes; the choice for one stands for both.")] = _X,
@@ -35,6 +37,7 @@ def command(
 
     Example: `w3pack tune --model llama-3-8b --tokens 1,8,16 --output table.json`
     """
+    from w3pack.bench.prefill_tuner import tune_prefill
     from w3pack.bench.shapes import cases, parse_tokens, select
     from w3pack.bench.tuner import tune
 
@@ -47,13 +50,13 @@ def command(
         map_kind=maps.value,
         group_size=group_size,
     )
+    tuner = partial(tune_prefill) if prefill else partial(tune, limit=candidates)
     with bar(total=len(chosen), unit="case", quiet=quiet or json) as advance:
-        result = tune(
+        result = tuner(
             chosen,
             device_index=device,
             output=output,
-            limit=candidates,
             command=command_line(),
             progress=lambda name: advance(name, 1),
         )
-    render_gpu.tuning(result, as_json=json)
+    (render_gpu.prefill_tuning if prefill else render_gpu.tuning)(result, as_json=json)

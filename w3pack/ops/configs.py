@@ -15,6 +15,7 @@ from w3pack.ops.gateup_kernels import gateup_texts
 from w3pack.ops.w3_config import OWN, DeviceLimits, W3Config, W3Desc, XDtype, decode_text, make_plan, stage_text
 from w3pack.ops.w3_decide import BUCKETS, ladder, width_of
 from w3pack.ops.w3_dense import dequantize_text
+from w3pack.ops.w3_prefill import ARCH, CLUSTERS, TOKEN_TILES, config_of, prefill_text
 from w3pack.ops.w3_table import Table, read_table
 
 #: The device of each architecture that a rule of thumb is computed for: multiprocessors, shared bytes of a block.
@@ -53,6 +54,7 @@ def all_kernel_texts(arch: str) -> list[KernelText]:
         _measured(DEVICES[arch]),
         _staging(DEVICES[arch]),
         _others(DEVICES[arch]),
+        _prefilling(DEVICES[arch]),
         gateup_texts(DEVICES[arch], fp8=arch in CONVERTS_E4M3),
     )
     return list(dict.fromkeys(texts))
@@ -153,3 +155,17 @@ def _others(device: DeviceLimits) -> Iterator[KernelText]:
         yield dequantize_text(spec, x_dtype)
     if device.bulk:
         yield KernelText("read_ceiling.cu", "read_ceiling", (("READ_PIECE_BYTES", 16384), ("READ_PIECES", 6)))
+
+
+def _prefilling(device: DeviceLimits) -> Iterator[KernelText]:
+    """Every tile of the usual form, and every form of the widest tile, which has the fewest registers to spare."""
+    if device.arch != ARCH:
+        return
+    everything = itertools.product(LAYOUTS, QMAP_DTYPES, (False, True), _X_DTYPES, TOKEN_TILES, CLUSTERS)
+    for layout, qmap_dtype, row_maps, x_dtype, tokens, cluster in everything:
+        usual = (layout, qmap_dtype) in _EVERYWHERE and not row_maps
+        widest = tokens == TOKEN_TILES[-1] and cluster == CLUSTERS[-1]
+        if (usual and x_dtype == "float16") or widest:
+            desc = _desc(device, tokens, (layout, qmap_dtype), 0, row_maps, x_dtype)
+            config = config_of(desc, tokens=tokens, cluster=cluster)
+            yield prefill_text(config, layout=layout, qmap_dtype=qmap_dtype, map_kind=desc.map_kind, x_dtype=x_dtype)

@@ -1,7 +1,8 @@
 """`w3_linear` on CUDA: which kernels a Linear's calls use, and the call itself.
 
 A `Form` is what all Linears of one shape, form and x dtype share on a device; it is made at the first call and keeps a
-decoder for each number of tokens. A call of up to `dense_from` tokens is decoded in portions of 64, a longer one dequantises.
+decoder for each number of tokens. A call of up to `dense_from` tokens is decoded in portions of 64, a longer one dequantises;
+for numbers of tokens at which it was measured to be faster than either, the prefill kernel takes the call.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from w3pack.ops.w3_config import MAX_TOKENS, W3Desc, W3Plan, XDtype
 from w3pack.ops.w3_decide import dense_from, plan_of
 from w3pack.ops.w3_dense import Dequantizer, dequantize_text
 from w3pack.ops.w3_launch import Decoder
+from w3pack.ops.w3_prefill import mainloop_tokens
+from w3pack.ops.w3_prefill_launch import Prefiller, mappable
 from w3pack.ops.w3_table import table_of
 from w3pack.reference import w3
 
@@ -36,8 +39,10 @@ class Form:
         self.device_index = device_index
         self.available = True
         self.dense_from = 0
+        self.mainloop = range(0)
         self._decoders: list[Decoder | None] = [None] * (MAX_TOKENS + 1)
         self._dequantizer: Dequantizer | None = None
+        self._prefiller: Prefiller | None = None
         try:
             self._limits = devices.limits(device_index)
         except UnsupportedError as error:
@@ -45,9 +50,10 @@ class Form:
             return
         self._table = table_of(devices.device_name(device_index), self._limits.arch)
         self.dense_from = dense_from(self._desc(MAX_TOKENS), self._table)
+        self.mainloop = mainloop_tokens(self._desc(MAX_TOKENS), self._table)
 
     def portions(self, tokens: int) -> list[int]:
-        """Tokens of the decode launches that a call consists of; none when it is dense."""
+        """Tokens of the decode launches that a call consists of where the prefill kernel does not take it; none when it is dense."""
         if tokens >= self.dense_from:
             return []
         whole, rest = divmod(tokens, MAX_TOKENS)
@@ -71,13 +77,20 @@ class Form:
             self._dequantizer = Dequantizer(self.spec, self.x_dtype, self.device_index)
         return self._dequantizer
 
+    def prefiller(self) -> Prefiller:
+        """The prefill kernels; nothing is loaded before a call."""
+        if self._prefiller is None:
+            self._prefiller = Prefiller(self.spec, self.x_dtype, self.device_index)
+        return self._prefiller
+
     def texts(self, tokens: int) -> set[KernelText]:
-        """Every kernel that a call of so many tokens launches."""
+        """Every kernel that a call of so many tokens can launch; the prefill kernel does not take every x."""
         portions = self.portions(tokens)
+        prefill = {self.prefiller().plan(tokens).text} if tokens in self.mainloop else set()
         if not portions:
-            return {dequantize_text(self.spec, self.x_dtype)}
+            return {dequantize_text(self.spec, self.x_dtype), *prefill}
         plans = [self.plan(portion) for portion in set(portions)]
-        return {text for plan in plans for text in (plan.decode, plan.stage) if text is not None}
+        return {text for plan in plans for text in (plan.decode, plan.stage) if text is not None} | prefill
 
     def give_up(self, error: Exception) -> None:
         """Use the reference from now on, and say so once for each reason."""
@@ -146,19 +159,38 @@ def linear(
     if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous()):
         bias = bias.to(x.dtype).contiguous()
     try:
-        if tokens <= MAX_TOKENS and tokens < form.dense_from:
-            form.decoder(tokens).run(x, codes, scales, qmap, bias, y)
-        elif tokens < form.dense_from:
-            flat = y.view(tokens, rows)
-            for first in range(0, tokens, MAX_TOKENS):
-                part = x[first : first + MAX_TOKENS]
-                form.decoder(part.shape[0]).run(part, codes, scales, qmap, bias, flat[first : first + MAX_TOKENS])
+        if tokens in form.mainloop and mappable(x):
+            form.prefiller().linear(x, codes, scales, qmap, bias, y.view(tokens, rows))
         else:
-            form.dequantizer().linear(x, codes, scales, qmap, bias, y.view(tokens, rows))
+            without_mainloop(form, x, codes, scales, qmap, bias, y.view(tokens, rows))
     except ToolchainError as error:
         form.give_up(error)
         return w3.linear(x, codes, scales, qmap, bias, spec=form.spec).view_as(y)
     return y
+
+
+def without_mainloop(
+    form: Form,
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    qmap: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+) -> None:
+    """Write y [tokens, rows] by decode kernels or by dequantising, with tensors as `Decoder.run` takes them, any tokens.
+
+    The operator's way where the prefill kernel does not take a call, and what that kernel is measured against.
+    """
+    tokens = x.shape[0]
+    if tokens >= form.dense_from:
+        form.dequantizer().linear(x, codes, scales, qmap, bias, y)
+    elif tokens <= MAX_TOKENS:
+        form.decoder(tokens).run(x, codes, scales, qmap, bias, y)
+    else:
+        for first in range(0, tokens, MAX_TOKENS):
+            part = x[first : first + MAX_TOKENS]
+            form.decoder(part.shape[0]).run(part, codes, scales, qmap, bias, y[first : first + MAX_TOKENS])
 
 
 def dequantize(form: Form, codes: torch.Tensor, scales: torch.Tensor, qmap: torch.Tensor) -> torch.Tensor:

@@ -3,9 +3,11 @@
     {"format": 1, "device": "NVIDIA H200", "arch": "sm_90a", "multiprocessors": 132,
      "entries": [{"rows": 4096, "columns": 4096, "tokens": 8, "layout": "dense", "qmap_dtype": "int8", "map_kind": "linear",
                   "scale_sets": 1, "x_dtype": "float16" (may be left out: any), "config": {...}, "microseconds": 5.1}, ...],
-     "prefill_from": {"4096x4096": 129, ...}}
+     "prefill_from": {"4096x4096": 129, ...},
+     "mainloop_tokens": {"4096x4096": [129, 1024], ...} (may be left out)}
 
-`prefill_from` is, by shape (rows x columns), the number of tokens from which dequantising and a matmul is faster.
+`prefill_from` is, by shape (rows x columns), the number of tokens from which dequantising and a matmul is faster than decode
+kernels. `mainloop_tokens` is, by shape, the first and the last number of tokens for which the prefill kernel is faster than both.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """All that was measured on a device; `prefill_from` as (rows, columns, tokens).
+    """All that was measured on a device; `prefill_from` as (rows, columns, tokens), `mainloop_tokens` with first and last.
 
     `arch` and `multiprocessors` say what the device is, so that the table can serve others of its architecture; "" and 0 if it
     does not say.
@@ -74,6 +76,7 @@ class Table:
     prefill_from: tuple[tuple[int, int, int], ...]
     arch: str = ""
     multiprocessors: int = 0
+    mainloop_tokens: tuple[tuple[int, int, int, int], ...] = ()
 
 
 def table_path(name: str) -> Path:
@@ -126,7 +129,8 @@ def from_json(document: Any, path: Path) -> Table:
     if document.get("format") != FORMAT:
         raise _damaged(path, f"format {FORMAT}", repr(document.get("format")))
     entries, prefill = document.get("entries"), _mapping(document.get("prefill_from", {}), path, "prefill_from")
-    if not isinstance(entries, list) or len(entries) > _MAX_ENTRIES or len(prefill) > _MAX_ENTRIES:
+    mainloop = _mapping(document.get("mainloop_tokens", {}), path, "mainloop_tokens")
+    if not isinstance(entries, list) or max(map(len, (entries, prefill, mainloop))) > _MAX_ENTRIES:
         raise _damaged(path, f"a list of at most {_MAX_ENTRIES} entries", type(entries).__name__)
     return Table(
         device=_text(document, "device", None, path),
@@ -134,12 +138,14 @@ def from_json(document: Any, path: Path) -> Table:
         prefill_from=tuple(_crossover(shape, prefill, path) for shape in prefill),
         arch=_text(document, "arch", None, path) if "arch" in document else "",
         multiprocessors=_number(document, "multiprocessors", 1, 1 << 16, path) if "multiprocessors" in document else 0,
+        mainloop_tokens=tuple(_token_range(shape, mainloop, path) for shape in mainloop),
     )
 
 
 def to_json(table: Table) -> dict[str, Any]:
     """Inverse of `from_json`."""
     known = {"arch": table.arch, "multiprocessors": table.multiprocessors}
+    mainloop = {f"{rows}x{columns}": [first, last] for rows, columns, first, last in table.mainloop_tokens}
     return {
         "format": FORMAT,
         "device": table.device,
@@ -148,6 +154,7 @@ def to_json(table: Table) -> dict[str, Any]:
             {name: value for name, value in asdict(entry).items() if value is not None} for entry in table.entries
         ],
         "prefill_from": {f"{rows}x{columns}": tokens for rows, columns, tokens in table.prefill_from},
+        **({"mainloop_tokens": mainloop} if mainloop else {}),
     }
 
 
@@ -215,10 +222,24 @@ def _entry(entry: Mapping[str, Any], path: Path) -> Entry:
 
 
 def _crossover(shape: Any, prefill: Mapping[str, Any], path: Path) -> tuple[int, int, int]:
+    return *_shape(shape, path), _number(prefill, shape, 1, MAX_SIDE, path)
+
+
+def _token_range(shape: Any, mainloop: Mapping[str, Any], path: Path) -> tuple[int, int, int, int]:
+    ends = mainloop[shape]
+    if not isinstance(ends, list) or len(ends) != 2:
+        raise _damaged(path, "the first and the last number of tokens in mainloop_tokens", repr(ends)[:200])
+    first, last = (_number({"tokens": end}, "tokens", 1, MAX_SIDE, path) for end in ends)
+    if first > last:
+        raise _damaged(path, "numbers of tokens in rising order in mainloop_tokens", repr(ends)[:200])
+    return *_shape(shape, path), first, last
+
+
+def _shape(shape: Any, path: Path) -> tuple[int, int]:
     found = _SHAPE.fullmatch(str(shape))
     if not found:
-        raise _damaged(path, 'shapes such as "4096x4096" in prefill_from', repr(shape)[:200])
-    return int(found[1]), int(found[2]), _number(prefill, shape, 1, MAX_SIDE, path)
+        raise _damaged(path, 'shapes such as "4096x4096"', repr(shape)[:200])
+    return int(found[1]), int(found[2])
 
 
 def _mapping(value: Any, path: Path, what: str) -> Mapping[str, Any]:
