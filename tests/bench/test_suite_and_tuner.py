@@ -87,7 +87,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(suite, "empty_kernel", lambda *_: Timing.of([0.8]))
     monkeypatch.setattr(suite, "bench_like_do_bench", made.graph_time)
     monkeypatch.setattr(suite, "borrowed", borrowed)
-    monkeypatch.setattr(suite, "mainloop_call", lambda *_: lambda i: None)
     monkeypatch.setattr(partials, "borrowed", borrowed)
     monkeypatch.setattr(partials, "clean", made.clean)
     for module in (suite, tuner):
@@ -116,9 +115,30 @@ def test_the_suite_says_how_fast_and_how_exact() -> None:
         assert 0 < entry["relative_error"] == entry["torch_relative_error"] < 1e-2
     for entry in found["prefill"]:
         assert entry["way"] == "dequantise"
-        assert entry["mainloop_microseconds"] == entry["without_mainloop_microseconds"] == 100.0
+        assert entry["mainloop_microseconds"] is None
+        assert entry["without_mainloop_microseconds"] == entry["microseconds"] == 100.0
     assert found["ceiling_kind"] == "made up"
     assert found["provenance"] == SOURCE
+
+
+def test_the_way_without_the_prefill_kernel_is_timed_where_the_table_chooses_it(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[int] = []
+
+    def graph_time(fn: Callable[[int], object], **given: Any) -> Timing:
+        before = len(called)
+        timing = machine.graph_time(fn, **given)
+        return Timing.of([300.0]) if len(called) > before else timing
+
+    monkeypatch.setattr(suite, "graph_time", graph_time)
+    monkeypatch.setattr(suite, "chosen", lambda case, weights: case.tokens == 65)
+    monkeypatch.setattr(suite, "other_call", lambda *_: called.append)
+    with_it, without_it = suite.run(cases(SHAPES, tokens=(65, 66)))["prefill"]
+    assert (with_it["way"], without_it["way"]) == ("mainloop", "dequantise")
+    assert (with_it["mainloop_microseconds"], with_it["without_mainloop_microseconds"]) == (100.0, 300.0)
+    assert (without_it["mainloop_microseconds"], without_it["without_mainloop_microseconds"]) == (None, 100.0)
+    assert called == [0, 1]  # one call for each operand set, of the first case alone
 
 
 def test_a_kernel_that_does_not_build_ends_the_suite(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,8 @@
     document = run(cases, device_index=0, command="w3pack bench ...")      # JSON-ready, with provenance
 
 Up to 64 tokens (`MAX_TOKENS`) the decode kernel is timed through the plan that the operator would choose; above that the
-operator itself, as the ratio to torch, and the way that it did not take beside it. Nothing here asserts: figures are for people to judge.
+operator itself, as the ratio to torch, and the way without the prefill kernel where the operator takes that. Nothing here asserts:
+figures are for people to judge.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from w3pack.bench.ceiling import Ceiling, empty_kernel, read_ceiling
 from w3pack.bench.kernels import load_all
 from w3pack.bench.operands import X_DTYPES, Weights, random_weights, random_x, relative_error
 from w3pack.bench.partials import borrowed
-from w3pack.bench.prefill import chosen, mainloop_call, other_call, plan_for
+from w3pack.bench.prefill import chosen, other_call
 from w3pack.bench.provenance import need_gpu, provenance
 from w3pack.bench.shapes import Case
 from w3pack.bench.timing import Timing, bench_like_do_bench, copies_for, graph_time, l2_bytes
@@ -202,21 +203,17 @@ def prefill_entry(bench: Bench, case: Case) -> dict[str, Any]:
 def _both_ways(
     bench: Bench, case: Case, sets: Sequence[Weights], x: torch.Tensor, operator: Timing
 ) -> dict[str, float | str | None]:
-    """Times with the prefill kernel and without it, one of which is the operator's; None where there is no such kernel."""
-    plan = plan_for(case, bench.limits)
-    takes_it = chosen(case, sets[0])
-    way = {"way": "mainloop" if takes_it else "dequantise"}
-    if plan is None:
-        return {**way, "mainloop_microseconds": None, "without_mainloop_microseconds": _micro(operator.median_us)}
+    """Times with the prefill kernel and without it. Where the table does not choose the kernel, it is not run: None."""
+    if not chosen(case, sets[0]):
+        without = _micro(operator.median_us)
+        return {"way": "dequantise", "mainloop_microseconds": None, "without_mainloop_microseconds": without}
     ys = [torch.empty(case.tokens, case.rows, dtype=x.dtype, device=x.device) for _ in sets]
-    other = other_call(case, sets, x, ys) if takes_it else mainloop_call(plan, sets, x, ys)
     with borrowed(bench.device_index):
-        timing = graph_time(other, copies=len(sets), **counts(case))
-    mainloop, without = (operator, timing) if takes_it else (timing, operator)
+        timing = graph_time(other_call(case, sets, x, ys), copies=len(sets), **counts(case))
     return {
-        **way,
-        "mainloop_microseconds": _micro(mainloop.median_us),
-        "without_mainloop_microseconds": _micro(without.median_us),
+        "way": "mainloop",
+        "mainloop_microseconds": _micro(operator.median_us),
+        "without_mainloop_microseconds": _micro(timing.median_us),
     }
 
 
