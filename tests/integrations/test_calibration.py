@@ -122,6 +122,22 @@ def test_each_linear_is_judged_by_inputs_from_quantised_ones(
     assert differ >= len(told) - 3  # only the first q, k and v see what they see in the source
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_the_diagonal_is_that_of_the_source(
+    lab: Any, tmp_path: Path, told: list[tuple[torch.Tensor, Any]], small_batches: None, family: str
+) -> None:
+    windows = lab.tokens(batch=WINDOWS[0], length=WINDOWS[1])
+    report = calibrated(lab.source(family), tmp_path / "out", calibration_on(windows, effort="diagonal"))
+    expected, sources = _moments(lab.load(lab.source(family)), windows), lab.read(lab.source(family))
+    by_weight = {name: sources[f"{name}.weight"] for name in expected}
+    assert len(told) == len(by_weight)
+    for weight, moment in told:
+        name = next(name for name, other in by_weight.items() if torch.equal(other, weight))
+        assert lab.distance(moment, expected[name].diagonal()) < 1e-4
+    assert report.calibration is not None
+    assert all(0 < error < 1 for error in report.calibration["block_errors"])
+
+
 @dataclass(frozen=True)
 class Packed:
     """What `lab.stock` wants to know of a packed checkpoint."""
@@ -152,11 +168,12 @@ def _moments(model: Any, windows: torch.Tensor) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.parametrize("effort", ["diagonal", "fast"])
 def test_resumed_run_gives_the_same_bytes(
-    lab: Any, tmp_path: Path, told: list[tuple[torch.Tensor, Any]], small_batches: None
+    lab: Any, tmp_path: Path, told: list[tuple[torch.Tensor, Any]], small_batches: None, effort: str
 ) -> None:
     windows = lab.tokens(batch=WINDOWS[0], length=WINDOWS[1])
-    source, calibration = lab.source("llama"), calibration_on(windows)
+    source, calibration = lab.source("llama"), calibration_on(windows, effort=effort)
     calibrated(source, tmp_path / "whole", calibration)
     assert len(told) == 14
 

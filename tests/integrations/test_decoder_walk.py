@@ -266,3 +266,75 @@ def test_blocks_with_nothing_to_quantise_are_run_all_the_same(lab: Any, tmp_path
     with walk.block(0) as block:
         block.advance()
     assert lab.distance(walk.states, expected[1]) < 1e-5
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3", "qwen3_moe"])
+def test_kept_inputs_change_nothing(
+    lab: Any, tmp_path: Path, family: str, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("w3pack.integrations.decoder_walk._BATCH_TOKENS", {"cpu": 22})
+    windows = lab.tokens(batch=6, length=11)
+    found: list[list[torch.Tensor]] = []
+    kept: list[int] = []
+    for memory in (0, 1 << 30):
+        monkeypatch.setattr("w3pack.integrations.decoder_walk.available_bytes", lambda memory=memory: memory)
+        walk = walk_of(job_of(lab, family), windows, tmp_path, in_memory=True, workers=workers)
+        seen, most = [], 0
+        for number in range(len(walk.blocks)):
+            with walk.block(number) as block:
+                for stage in block.stages():
+                    moments, pools = block.moments(stage, SecondMoment)
+                    seen += [moment.matrix() for moment in (*moments.values(), *pools.values()) if moment.tokens]
+                    for one in stage:
+                        for module in one.modules:
+                            block.set_weight(module, walk.weight(module) * 1.25)
+                    most = max(most, sum(len(tail.inputs) for tail in block._tails.values()))  # type: ignore[attr-defined]
+                block.advance()
+            seen.append(walk.states.clone())
+        found.append(seen)
+        kept.append(most)
+    assert kept == [0, 6]  # attention and a dense MLP, three batches each
+    assert len(found[0]) == len(found[1])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_kept_inputs_are_forgotten_when_a_weight_before_them_changes(lab: Any, tmp_path: Path) -> None:
+    windows = lab.tokens(batch=3, length=11)
+    states = []
+    for looked in (False, True):
+        walk = walk_of(job_of(lab, "llama"), windows, tmp_path)
+        with walk.block(0) as block:
+            stages = block.stages()
+            if looked:
+                for stage in stages:
+                    block.moments(stage, SecondMoment)
+            (query, *_), down = stages[0][0].modules, stages[3][0].modules[0]
+            block.set_weight(down, walk.weight(down) * 2)
+            assert [len(tail.inputs) for tail in block._tails.values()] == [looked, looked]  # type: ignore[attr-defined]
+            block.set_weight(query, walk.weight(query) * 2)
+            assert not any(tail.inputs for tail in block._tails.values())  # type: ignore[attr-defined]
+            block.advance()
+        states.append(walk.states.clone())
+    assert torch.equal(*states)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_moments_of_all_inputs_and_the_outputs_in_one_pass(lab: Any, tmp_path: Path, family: str) -> None:
+    windows = lab.tokens(batch=3, length=11)
+    walks = [walk_of(job_of(lab, family), windows, tmp_path) for _ in range(2)]
+    for number in range(len(walks[0].blocks)):
+        with walks[0].block(number) as block, walks[1].block(number) as other:
+            expected = [block.moments(stage, Diagonal) for stage in block.stages()]
+            block.advance()
+            everything = tuple(one for stage in other.stages() for one in stage)
+            moments, pools = other.moments(everything, Diagonal, advance=True)
+            for wanted, wanted_pools in expected:
+                assert all(torch.equal(moments[one].matrix(), moment.matrix()) for one, moment in wanted.items())
+                assert all(torch.equal(pools[pool].matrix(), moment.matrix()) for pool, moment in wanted_pools.items())
+            for module in walks[1].blocks[number]:
+                other.set_weight(module, walks[1].weight(module) * 1.5)
+            error = other.error()  # of the batch as it came in, though the states have gone on
+            assert error is not None
+            assert 0.1 < error < 10
+        assert torch.equal(walks[0].states, walks[1].states)

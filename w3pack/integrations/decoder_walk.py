@@ -152,6 +152,7 @@ class DecoderWalk:
                 workers=self._workers,
                 name=path,
                 source=() if self._source is None else list(self._source.tensor.split(self._batch)),
+                room=0 if self.on_disk else available_bytes() // 4,
             )
         finally:
             self._loaded.empty(path)

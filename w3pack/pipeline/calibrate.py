@@ -7,11 +7,16 @@
         write the packed Linears of the block                                   <- resumable after each block
         outputs of the quantised block become the inputs of the next
 
+The diagonal alone is another matter: no feedback makes good in one Linear what those before it have done, and noise in the
+inputs blurs what the diagonal says. With effort "diagonal" every block sees what the source's blocks have left, which takes
+a single pass over the samples and leaves a tenth less divergence (SmolLM2-135M: 0.63 against 0.70 nats).
+
 The model itself is behind `Walk` (w3pack.pipeline.decoder), which `w3pack.integrations.decoder_walk` implements for transformers' modules.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -117,18 +122,21 @@ def calibrate(
     blockwise = None if whole else tuning
     start = calibration.open if blockwise is None else blockwise.follow
     says = None if calibration.guide is None else guide(job, calibration.guide, staging, workers=workers, device=device)
+    aside = _keeps_aside(calibration.solver, blockwise)
     with start(job, staging.folder, device, workers) as walk:
         for number, modules in enumerate(walk.blocks):
             if all(work_file(later) in staging.work for later in range(number, len(walk.blocks))):
                 break
             with walk.block(number) as block:
                 file = work_file(number)
+                found = file in staging.work
                 if blockwise is not None:
                     block.follow()
-                if file in staging.work:
+                if found:
                     for module in modules:
                         spec = job.plan.modules[module]
-                        block.set_weight(module, dequantized(read_work(staging, file, module), spec))
+                        if not aside:
+                            block.set_weight(module, dequantized(read_work(staging, file, module), spec))
                         if progress is not None:
                             progress(module, spec.weights * (1 if blockwise is None else 2))
                 else:
@@ -145,7 +153,7 @@ def calibrate(
                         device=device,
                         told=progress,
                     )
-                if number + 1 < len(walk.blocks):
+                if number + 1 < len(walk.blocks) and (found or not aside):
                     block.advance()
         facts = {"effort": calibration.effort, **calibration.facts, **walk.facts}
         facts |= {} if says is None else {"guided": len(says)}
@@ -167,8 +175,9 @@ def calibrate(
 
 
 def memory_bytes(job: Job, calibration: Calibration, *, workers: int) -> int:
-    """Upper estimate of peak memory on a CPU: one block in float32, all hidden states, the moments of one pass and what the
-    solver makes of the largest Linear. Hidden states that are too large for memory go to the disk instead."""
+    """Upper estimate of peak memory on a CPU: one block in float32, all hidden states, inputs of two Linears, the moments of
+    one pass and what the solver makes of the largest Linear. Hidden states that are too large for memory go to the disk
+    instead, and inputs that are too large for it are not kept."""
     blocks: dict[str, int] = {}
     for tensor in job.plan.tensors:
         blocks[block_of(tensor.source.name)] = blocks.get(block_of(tensor.source.name), 0) + 4 * math.prod(
@@ -181,6 +190,7 @@ def memory_bytes(job: Job, calibration: Calibration, *, workers: int) -> int:
     text = job.source.config.get("text_config")
     config = text if isinstance(text, dict) else job.source.config
     hidden: int = 4 * int(calibration.facts["tokens"]) * int(config.get("hidden_size") or columns)
+    kept = 0 if calibration.solver == "diagonal" else hidden + 4 * int(calibration.facts["tokens"]) * columns
     batch = 4 * max(_BATCH_TOKENS, int(calibration.facts["length"])) * widest * _ACTIVATIONS * workers
     moments = 4 * columns**2 * (1 + workers + _FACTORS)
     solver = 4 * _COPIES * max(spec.rows * spec.columns for spec in specs)
@@ -189,6 +199,7 @@ def memory_bytes(job: Job, calibration: Calibration, *, workers: int) -> int:
         BASE_MEMORY
         + _TOKENIZING
         + hidden
+        + kept
         + max(2 * outside, block + max(moments, MOMENT_BYTES if _has_experts(job) else 0) + batch + solver)
     )
     tuning = calibration.tuning
@@ -259,11 +270,13 @@ def _quantize_block(
         if told is not None:
             told(module, spec.weights)
 
-    for stage in block.stages():
+    aside = _keeps_aside(effort, tuning)
+    stages = block.stages()
+    for stage in (tuple(itertools.chain(*stages)),) if aside else stages:
         for inputs in passes(
-            stage if says is None else apart(stage, says), budget=MOMENT_BYTES if effort != "diagonal" else None
+            stage if says is None else apart(stage, says), budget=None if effort == "diagonal" else MOMENT_BYTES
         ):
-            moments, pools = block.moments(inputs, make, says)
+            moments, pools = block.moments(inputs, make, says, advance=aside)
             for one in inputs:
                 pool = pools.get(one.pool) if one.pool is not None else None
                 tokens = moments[one].tokens
@@ -289,6 +302,11 @@ def _quantize_block(
                 told(f"tuned {module}", spec.weights)
         record["block"]["error"] = block.error()
     _write_block(staging, work_file(number), packed, record)
+
+
+def _keeps_aside(effort: Solver, tuning: Tuning | None) -> bool:
+    """Whether blocks see what the source's blocks have left instead of what the quantised ones have."""
+    return effort == "diagonal" and tuning is None
 
 
 #: Second moments collected in one pass over the samples; experts that need more take several passes.

@@ -155,12 +155,19 @@ class Block(Protocol):
         ...
 
     def moments(
-        self, inputs: tuple[Input, ...], make: MakeMoment, says: Mapping[str, torch.Tensor] | None = None
+        self,
+        inputs: tuple[Input, ...],
+        make: MakeMoment,
+        says: Mapping[str, torch.Tensor] | None = None,
+        *,
+        advance: bool = False,
     ) -> Moments:
-        """Moments over all samples of some inputs of one stage, with the weights as they are now.
+        """Moments over all samples of some inputs, with the weights as they are now.
 
         Args:
+            inputs: of one stage, or of several.
             says: first module of an input -> float32 [samples, length], how much each token counts there.
+            advance: do in the same pass what `Block.advance` does.
         """
         ...
 
