@@ -11,7 +11,7 @@
 // By one warp.
 W3_DEVICE void init_barriers(const SharedMap& map, int lane) {
   for (int i = lane; i < 2 * kSlots; i += 32)
-    barrier_init(map.full + 8 * i, i < kSlots ? 2 : kWorkers * kArrivals * kCluster);  // full: both feeders announce their bytes
+    barrier_init(map.full + 8 * i, i < kSlots ? 2 : kLeavers * kArrivals * kCluster);  // full: both feeders announce their bytes
   barrier_init_fence();
 }
 
@@ -33,7 +33,7 @@ struct Tile {
   W3_DEVICE Tile(const Params& p, int index, int rank) {
     const int row_block = index / p.token_tiles;
     token = (index - row_block * p.token_tiles) * kTokens;
-    row_tile = (row_block * kCluster + rank) * kGroups;
+    row_tile = (row_block * kCluster + rank) * kRowTiles;
   }
 };
 
@@ -43,9 +43,9 @@ W3_DEVICE void feed_weights(const Params& p, const SharedMap& map, int rank) {
 #pragma unroll 1
   for (int index = blockIdx.x / kCluster; index < p.tiles; index += gridDim.x / kCluster) {
     const Tile tile(p, index, rank);
-    const char *codes[kGroups], *scales[kGroups];
+    const char *codes[kRowTiles], *scales[kRowTiles];
 #pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
+    for (int i = 0; i < kRowTiles; ++i) {
       const i64 row_tile = min(tile.row_tile + i, p.row_tiles - 1);  // what comes of a repeated row tile is not written
       codes[i] = p.codes + row_tile * p.column_tiles * kTileBytes;
       scales[i] = p.scales + row_tile * p.groups * kScaleBytes;
@@ -53,11 +53,11 @@ W3_DEVICE void feed_weights(const Params& p, const SharedMap& map, int rank) {
     int left = p.tiles_per_group;  // steps of the group
 #pragma unroll 1
     for (int step = 0; step < p.steps; ++step) {
-      const u32 full = map.full + 8 * place.slot, to = map.weights + place.slot * kGroups * kRowTileBytes;
+      const u32 full = map.full + 8 * place.slot, to = map.weights + place.slot * kWeightBytes;
       barrier_wait(map.empty + 8 * place.slot, place.parity);
-      barrier_expect(full, kGroups * kRowTileBytes);
+      barrier_expect(full, kWeightBytes);
 #pragma unroll
-      for (int i = 0; i < kGroups; ++i) {
+      for (int i = 0; i < kRowTiles; ++i) {
         copy_bulk(to + i * kRowTileBytes, codes[i], kTileBytes, full);
         copy_bulk(to + i * kRowTileBytes + kTileBytes, scales[i], kScaleBytes, full);
         codes[i] += kTileBytes;

@@ -29,7 +29,7 @@ from w3pack.bench.suite import Bench
 from w3pack.bench.timing import graph_time
 from w3pack.errors import W3PackError
 from w3pack.ops.device import limits
-from w3pack.ops.w3_prefill import CLUSTERS, TOKEN_TILES, PrefillConfig, config_of, configs, make_plan, prefill_plan
+from w3pack.ops.w3_prefill import DIVISIONS, PrefillConfig, config_of, configs, make_plan, prefill_plan
 from w3pack.ops.w3_prefill_launch import run_prefill
 
 _REPEATS = {"repeats": 8, "outer": 11}
@@ -39,18 +39,21 @@ def check_cases() -> Iterator[tuple[Case, PrefillConfig]]:
     """From the simplest on: one tile and one step, more steps, more tiles, clusters, then forms and edges."""
     device = limits(0)
     simple = [(128, 64, 64), (128, 128, 64), (128, 1024, 64), (256, 1024, 128), (512, 4096, 513), (4096, 2048, 1000)]
-    for (rows, columns, tokens), cluster, tile in itertools.product(simple, CLUSTERS, (64, 256)):
+    few = [division for division in DIVISIONS if division[0] in (64, 256)]
+    for (rows, columns, tokens), (tile, cluster, split) in itertools.product(simple, few):
         case = Case(rows, columns, tokens)
-        yield case, config_of(case.desc(device), tokens=tile, cluster=cluster)
-    for tile, cluster in itertools.product(TOKEN_TILES, CLUSTERS):
+        if not split or columns > 64:
+            yield case, config_of(case.desc(device), tokens=tile, cluster=cluster, split=split)
+    for tile, cluster, split in DIVISIONS:
         case = Case(1000, 3000, 257)
-        yield case, config_of(case.desc(device), tokens=tile, cluster=cluster)
+        yield case, config_of(case.desc(device), tokens=tile, cluster=cluster, split=split)
     forms = itertools.product(
         ("dense", "nibble"), ("int8", "float16"), ("linear", "tile", "row"), X_DTYPES, (64, 128, 3008)
     )
     for number, (layout, qmap_dtype, maps, x_dtype, group) in enumerate(forms):
         case = Case(130 + 61 * (number % 5), 3000, 65 + 31 * (number % 7), group, layout, qmap_dtype, maps, x_dtype)  # type: ignore[arg-type]
-        yield case, config_of(case.desc(device), tokens=TOKEN_TILES[number % 7], cluster=CLUSTERS[number % 2])
+        tile, cluster, split = DIVISIONS[number % len(DIVISIONS)]
+        yield case, config_of(case.desc(device), tokens=tile, cluster=cluster, split=split)
 
 
 def check() -> int:
@@ -106,7 +109,10 @@ def time(shapes: Sequence[str], tokens: Sequence[int]) -> list[dict[str, Any]]:
         print(f"{case}: torch {torch_us:.1f}, without {without:.1f} ({without / torch_us:.2f})", flush=True)
         for config, us in sorted(found.items(), key=lambda item: item[1]):
             mark = "  <- chosen" if config == chosen else ""
-            print(f"    {config.tokens:3} tokens, cluster {config.cluster}: {us:8.1f} ({us / torch_us:.2f}){mark}")
+            rows_of = "64 rows" if config.split else "128 rows"
+            print(
+                f"    {rows_of} x {config.tokens} tokens, cluster {config.cluster}: {us:8.1f} ({us / torch_us:.2f}){mark}"
+            )
         entries = [{"config": asdict(config), "microseconds": us} for config, us in found.items()]
         rows.append(
             {**case.to_dict(), "torch": torch_us, "without": without, "configs": entries, "chosen": asdict(chosen)}

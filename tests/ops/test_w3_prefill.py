@@ -18,7 +18,7 @@ from w3pack.ops import w3_cuda, w3_prefill_launch
 from w3pack.ops.configs import DEVICES, all_kernel_texts
 from w3pack.ops.w3_config import W3Desc
 from w3pack.ops.w3_prefill import (
-    CLUSTERS,
+    DIVISIONS,
     TOKEN_TILES,
     PrefillConfig,
     config_of,
@@ -46,10 +46,10 @@ def test_every_config_fits_and_covers_the_output() -> None:
         call = desc(rows, columns, tokens, layout=layout)
         for config in configs(call):
             plan = make_plan(call, config)
-            assert 3 <= config.slots <= 8
+            assert config.fewest_slots <= config.slots <= 8
             assert plan.shared_bytes <= call.device.shared_bytes
             assert plan.token_tiles * config.tokens >= tokens > (plan.token_tiles - 1) * config.tokens
-            assert plan.tiles * config.cluster * 128 * config.tokens >= rows * tokens
+            assert plan.tiles * config.cluster * 64 * config.row_tiles * config.tokens >= rows * tokens
             assert plan.grid % config.cluster == 0
             assert 0 < plan.grid <= min(132, plan.tiles * config.cluster)
             assert plan.steps * 64 >= columns > (plan.steps - 1) * 64
@@ -59,7 +59,7 @@ def test_every_config_fits_and_covers_the_output() -> None:
 def test_fewer_rounds_are_preferred() -> None:
     """17 of 20 row pairs and three token tiles are one round where four, or two, would be more or longer ones."""
     assert prefill_plan(desc(5120, 17408)).config.tokens == 192
-    assert prefill_plan(desc(4096, 4096)).config.tokens == 128
+    assert (prefill_plan(desc(4096, 4096)).config.tokens, prefill_plan(desc(4096, 4096)).config.split) == (256, True)
     assert prefill_plan(desc(8192, 8192)).config.tokens == 256
     call = desc(28672, 8192)
     best = prefill_plan(call).config
@@ -83,6 +83,9 @@ def test_calls_without_a_kernel_are_refused() -> None:
         PrefillConfig(256, 2, 1),
         PrefillConfig(256, 8, 1),
         PrefillConfig(256, 4, 4),
+        PrefillConfig(64, 4, 1, split=True),
+        PrefillConfig(96, 5, 1, split=True),
+        PrefillConfig(64, 8, 8, split=True),
     ):
         with pytest.raises(UnsupportedError, match=r"expected a config .*, got .*; choose another"):
             make_plan(desc(), unsound)
@@ -92,7 +95,8 @@ def test_calls_without_a_kernel_are_refused() -> None:
 
 def test_every_tile_is_built_and_looked_at() -> None:
     texts = [dict(text.defines) for text in all_kernel_texts("sm_90a") if text.entry == "w3_prefill"]
-    assert {(t["W3_TOKENS"], t["W3_CLUSTER"]) for t in texts} == set(itertools.product(TOKEN_TILES, CLUSTERS))
+    assert {(t["W3_TOKENS"], t["W3_CLUSTER"], t["W3_SPLIT"]) for t in texts} == set(DIVISIONS)
+    assert len(DIVISIONS) == 7 * 2 + 4 * 3
     names = ("W3_BF16", "W3_DENSE", "W3_INT8_MAP", "W3_ROW_MAPS")
     assert len({tuple(t[name] for name in names) for t in texts}) == 16
     assert not [text for text in all_kernel_texts("sm_80") if text.entry == "w3_prefill"]

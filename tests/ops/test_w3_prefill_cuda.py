@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from w3pack.jit import load
 from w3pack.ops import w3_cuda
 from w3pack.ops.device import limits
 from w3pack.ops.w3_config import W3Desc
-from w3pack.ops.w3_prefill import ARCH, CLUSTERS, TOKEN_TILES, PrefillConfig, config_of, make_plan, prefill_plan
+from w3pack.ops.w3_prefill import ARCH, DIVISIONS, PrefillConfig, config_of, make_plan, prefill_plan
 from w3pack.ops.w3_prefill_launch import run_prefill
 from w3pack.reference import w3
 
@@ -90,14 +91,13 @@ def load_all(plans: Any) -> None:
         list(pool.map(lambda text: load(text, 0), {plan.text for plan in plans}))
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS)
-@pytest.mark.parametrize("tile", TOKEN_TILES)
-def test_identity_activations_read_the_matrix_back(make: Make, tile: int, cluster: int) -> None:
+@pytest.mark.parametrize(("tile", "cluster", "split"), DIVISIONS)
+def test_identity_activations_read_the_matrix_back(make: Make, tile: int, cluster: int, split: bool) -> None:
     """Exact: every weight in its place, and nothing else in the sum."""
     for shape, dtype in itertools.product(((320, 1088, 64, 1), (192, 384, 128, 3)), HALVES):
         packed = make(shape, "dense", "int8")
         x = torch.eye(shape[1], device="cuda", dtype=dtype)
-        config = config_of(desc_of(packed, x), tokens=tile, cluster=cluster)
+        config = config_of(desc_of(packed, x), tokens=tile, cluster=cluster, split=split)
         truth = w3.dequantize(*packed.tensors, spec=packed.spec, dtype=dtype).t()
         assert torch.equal(run(packed, x, config=config), truth)
 
@@ -118,26 +118,29 @@ def test_errs_no_more_than_torch(
         assert_right(packed, x, bias)
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS)
-@pytest.mark.parametrize("tile", TOKEN_TILES)
-@pytest.mark.parametrize("slots", [3, None])
-def test_every_config(make: Make, tile: int, cluster: int, slots: int | None) -> None:
+@pytest.mark.parametrize(("tile", "cluster", "split"), DIVISIONS)
+@pytest.mark.parametrize("fewest", [True, False])
+def test_every_config(make: Make, tile: int, cluster: int, split: bool, fewest: bool) -> None:
     packed = make((1000, 3000, 128, 1024), "nibble", "float16")
     for tokens in (65, 257, 1000):
         x = random_x(tokens, 3000)
-        config = config_of(desc_of(packed, x), tokens=tile, cluster=cluster)
-        config = PrefillConfig(config.tokens, slots or config.slots, cluster)
+        config = config_of(desc_of(packed, x), tokens=tile, cluster=cluster, split=split)
+        config = replace(config, slots=config.fewest_slots if fewest else config.slots)
         assert_right(packed, x, config=config)
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize(("cluster", "split"), [(1, False), (2, False), (1, True), (2, True), (4, True)])
 @pytest.mark.parametrize("tokens", [100, 513])
-def test_launches_agree_in_every_bit(make: Make, tokens: int, cluster: int) -> None:
+def test_launches_agree_in_every_bit(make: Make, tokens: int, cluster: int, split: bool) -> None:
     """Also back to back, where a launch begins while the one before ends, and with the fewest slots."""
     packed = make((4096, 4096, 128, 1))
     x = random_x(tokens, 4096)
     desc = desc_of(packed, x)
-    for config in (config_of(desc, tokens=128, cluster=cluster), PrefillConfig(256, 3, cluster)):
+    wide = config_of(desc, tokens=256, cluster=cluster, split=split)
+    for config in (
+        config_of(desc, tokens=128, cluster=cluster, split=split),
+        replace(wide, slots=wide.fewest_slots),
+    ):
         plan = make_plan(desc, config)
         found = [torch.full((tokens, 4096), float("nan"), dtype=x.dtype, device="cuda") for _ in range(50)]
         for y in found:
@@ -218,5 +221,5 @@ def test_the_operator_takes_it_where_it_may(make: Make, monkeypatch: pytest.Monk
     assert not calls
     odd = torch.empty(257, 3001, dtype=torch.float16, device="cuda")[:, 1:]
     odd.copy_(x)
-    assert torch.equal(packed(odd, bias), other)
+    assert relative(packed(odd, bias), other.double()) <= 1e-3  # torch may take another kernel for such rows
     assert calls == [1]

@@ -251,6 +251,15 @@ CASES = {
     ),
     "nibble, int8": Case(130, 640, 200, PrefillConfig(224, 4, 2), layout="nibble", x_dtype="bfloat16"),
     "widest": Case(129, 128, 257, PrefillConfig(256, 4, 2), 128),
+    "shared rows": Case(60, 320, 70, PrefillConfig(64, 5, 1, split=True), bias=False),
+    "shared rows, odd steps, two tiles a block": Case(200, 320, 200, PrefillConfig(128, 6, 2, split=True), seed=5),
+    "shared rows, group of three steps": Case(
+        130, 576, 65, PrefillConfig(64, 5, 4, split=True), 192, "nibble", 1, "float16", "bfloat16"
+    ),
+    "shared rows, two steps": Case(64, 128, 129, PrefillConfig(128, 5, 1, split=True), 128, maps="row", places=2),
+    "shared rows, widest": Case(
+        65, 448, 257, PrefillConfig(256, 5, 2, split=True), 448, maps="tile", qmap_dtype="float16"
+    ),
 }
 
 
@@ -267,6 +276,7 @@ IDENTITIES = {
         128, 128, 128, PrefillConfig(128, 4, 1), 128, "nibble", "row", "float16", "bfloat16", bias=False
     ),
     "other orders": Case(192, 192, 192, PrefillConfig(160, 4, 2), maps="tile", bias=False, seed=3),
+    "shared rows": Case(128, 192, 192, PrefillConfig(64, 8, 1, split=True), maps="tile", bias=False, seed=4),
 }
 
 
@@ -284,17 +294,17 @@ KERNEL, FINISH, FEED = "w3_prefill.cu", "w3_prefill_finish.cuh", "w3_prefill_fee
 FAULTS: dict[str, tuple[str, str, str, int, int]] = {
     "reads finished sums from the wrong place": (FINISH, "((part ^ in_chunk % 8) * 16)", "(part * 16)", 1, WRONG),
     "names another swizzle": ("wgmma_wide.cuh", "static_cast<u64>(1) << 62", "static_cast<u64>(2) << 62", 1, RULE),
-    "leaves a slot that is still read": (KERNEL, "wgmma_wait<2>();", "wgmma_wait<3>();", 1, WRONG),
+    "leaves a slot that is still read": (KERNEL, "wgmma_wait<1>();", "wgmma_wait<2>();", 1, WRONG),
     "changes an operand in flight": (
         KERNEL,
-        "a[2]);\n      if",
-        "a[2]);\n      a[0][0] = a[2][0];\n      if",
+        "if (more) decoder.look(place);",
+        "if (more) { decoder.look(place); decoder.decode(next); }",
         1,
         WRONG,
     ),
     "writes sums that are not finished": (KERNEL, "wgmma_wait<0>();", "", 1, RULE),
     "multiplies without a fence": (KERNEL, "wgmma_fence();", "", 1, RULE),
-    "reads before others have written": (FINISH, "named_barrier(1 + group, 128);", "", 1, WRONG),
+    "reads before others have written": (FINISH, "named_barrier(1 + group, 128);\n    const", "const", 1, WRONG),
     "decodes before the codes are there": (
         KERNEL,
         "barrier_wait(map.full + 8 * place.slot, place.parity);\n    raw",
@@ -302,7 +312,7 @@ FAULTS: dict[str, tuple[str, str, str, int, int]] = {
         1,
         WRONG,
     ),
-    "never leaves a slot": (KERNEL, "if (last_slot >= 0) leave(map, last_slot);", "", 1, HANG),
+    "never leaves a slot": (KERNEL, "if (last_slot >= 0) leave(decoder.map, last_slot);", "", 1, HANG),
     "announces too few bytes": (
         FEED,
         "barrier_expect(full, kXBytes);",
@@ -312,6 +322,32 @@ FAULTS: dict[str, tuple[str, str, str, int, int]] = {
     ),
     "fetches the other block's tokens": (FEED, "tile.token + rank * kPart", "tile.token", 2, WRONG),
     "waits for its own block alone": (FEED, "kArrivals * kCluster)", "kArrivals)", 2, HANG),
+}
+#: The same of kernels in which warpgroups share their rows.
+SPLIT_FAULTS: dict[str, tuple[str, str, str, int, int]] = {
+    "adds its own sums": (FINISH, "load_shared(theirs +", "load_shared(own +", 1, WRONG),
+    "gives away what it finishes": (FINISH, "given[i] = group ? first : second;", "given[i] = mine[i];", 1, WRONG),
+    "takes before it was given": (
+        FINISH,
+        "named_barrier(1 + kGroups, 128 * kGroups);  // both have given",
+        "",
+        1,
+        WRONG,
+    ),
+    "keeps the map of a group that has ended": (
+        KERNEL,
+        "max(until + tiles_per_group, 1)",
+        "max(until + tiles_per_group, 3)",
+        1,
+        WRONG,
+    ),
+    "begins the next tile at the wrong slot": (
+        KERNEL,
+        "tile_place.advance_far(p.steps);",
+        "tile_place.advance_far(p.steps + 1);",
+        2,
+        HANG,
+    ),
 }
 
 
@@ -327,6 +363,19 @@ def test_planted_faults_are_found(emulate: Emulate, fault: tuple[str, str, str, 
             call.assert_right()
     else:
         assert ran.stdout
+
+
+@pytest.mark.parametrize("fault", SPLIT_FAULTS.values(), ids=SPLIT_FAULTS.keys())
+def test_planted_faults_are_found_where_rows_are_shared(
+    emulate: Emulate, fault: tuple[str, str, str, int, int]
+) -> None:
+    file, old, new, cluster, status = fault
+    call = Call.of(Case(128 * cluster, 384, 128, PrefillConfig(64, 5, cluster, split=True)))
+    ran = emulate(call, {file: (old, new)})
+    assert ran.returncode == status, ran.stdout
+    if status == WRONG:
+        with pytest.raises(AssertionError):
+            call.assert_right()
 
 
 def test_text_that_no_longer_matches_is_refused() -> None:

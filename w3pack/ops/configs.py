@@ -15,7 +15,7 @@ from w3pack.ops.gateup_kernels import gateup_texts
 from w3pack.ops.w3_config import OWN, DeviceLimits, W3Config, W3Desc, XDtype, decode_text, make_plan, stage_text
 from w3pack.ops.w3_decide import BUCKETS, ladder, width_of
 from w3pack.ops.w3_dense import dequantize_text
-from w3pack.ops.w3_prefill import ARCH, CLUSTERS, TOKEN_TILES, config_of, prefill_text
+from w3pack.ops.w3_prefill import ARCH, DIVISIONS, TOKEN_TILES, config_of, prefill_text
 from w3pack.ops.w3_table import Table, read_table
 
 #: The device of each architecture that a rule of thumb is computed for: multiprocessors, shared bytes of a block.
@@ -161,11 +161,11 @@ def _prefilling(device: DeviceLimits) -> Iterator[KernelText]:
     """Every tile of the usual form, and every form of the widest tile, which has the fewest registers to spare."""
     if device.arch != ARCH:
         return
-    everything = itertools.product(LAYOUTS, QMAP_DTYPES, (False, True), _X_DTYPES, TOKEN_TILES, CLUSTERS)
-    for layout, qmap_dtype, row_maps, x_dtype, tokens, cluster in everything:
+    everything = itertools.product(LAYOUTS, QMAP_DTYPES, (False, True), _X_DTYPES, DIVISIONS)
+    for layout, qmap_dtype, row_maps, x_dtype, (tokens, cluster, split) in everything:
         usual = (layout, qmap_dtype) in _EVERYWHERE and not row_maps
-        widest = tokens == TOKEN_TILES[-1] and cluster == CLUSTERS[-1]
+        widest = tokens == TOKEN_TILES[-1] and cluster == 2
         if (usual and x_dtype == "float16") or widest:
             desc = _desc(device, tokens, (layout, qmap_dtype), 0, row_maps, x_dtype)
-            config = config_of(desc, tokens=tokens, cluster=cluster)
+            config = config_of(desc, tokens=tokens, cluster=cluster, split=split)
             yield prefill_text(config, layout=layout, qmap_dtype=qmap_dtype, map_kind=desc.map_kind, x_dtype=x_dtype)

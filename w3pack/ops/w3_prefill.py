@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 from w3pack.errors import UnsupportedError
 from w3pack.format.layout import TILE
@@ -20,11 +21,13 @@ from w3pack.ops.w3_table import Table
 ARCH = "sm_90a"
 #: Tokens of a block tile for which there are matrix instructions.
 TOKEN_TILES = tuple(range(64, 257, 32))
-CLUSTERS = (1, 2)
-#: Warpgroups of a thread block that multiply; each takes a row tile.
+CLUSTERS = (1, 2, 4)
+#: Warpgroups of a thread block that multiply: each takes a row tile, or both the same one.
 GROUPS = 2
 _THREADS = 128 * (GROUPS + 1)
-_MAX_SLOTS, _MIN_SLOTS = 8, 3
+_MAX_SLOTS = 8
+#: Clusters of four fill only groups of multiprocessors that are multiples of so many.
+_CLUSTER_OF_FOUR_PLACES = 16
 #: Of the kernel: the scales of a row tile in a slot, two buffers of 32 tokens x 64 rows for each warpgroup.
 _SCALE_BYTES = 128
 _OUT_BYTES = GROUPS * 2 * 32 * 128
@@ -33,11 +36,11 @@ _MIN_COLUMNS = 64
 #: Blocks count tiles, and tensor maps coordinates, in 32 bits.
 _COUNTABLE = 1 << 30
 
-# What a multiprocessor needs for a step of 64 columns, in cycles, so that configs can be compared; guessed, not measured.
+# What a multiprocessor needs for a step of 64 columns, in cycles, so that configs can be compared. The first two are a line through times
+# of 8192 x 8192 with 2048 tokens on an H200 (0.51, 0.64, 0.79 us a step of 128, 192, 256 tokens at 1755 MHz); the others are guesses.
 _CYCLES_PER_TOKEN = 4  # of the tensor cores, for 128 rows
-_CYCLES_BESIDE = 80  # where they wait, in every step
-_DECODE_CYCLES = 400
-_L2_BYTES_PER_CYCLE = 24  # for each multiprocessor, when all ask
+_CYCLES_BESIDE = 400  # that decoding takes, of which hardly anything lies under the products
+_L2_BYTES_PER_CYCLE = 28  # for each multiprocessor, when all ask
 _MOST_L2_BYTES_PER_CYCLE = 64
 _TILE_CYCLES, _TILE_CYCLES_PER_TOKEN = 2000, 16  # beginning a tile, and writing it
 
@@ -47,14 +50,44 @@ class PrefillConfig:
     """How the kernel divides its work.
 
     Attributes:
-        tokens: of a block tile of 128 rows.
+        tokens: of a block tile.
         slots: steps of 64 columns in flight.
         cluster: blocks that take the same tokens and fetch them together.
+        split: a block tile has 64 rows instead of 128; the warpgroups take its steps in turn.
     """
 
     tokens: int
     slots: int
     cluster: int
+    split: bool = False
+
+    @property
+    def row_tiles(self) -> int:
+        """Row tiles of a block tile."""
+        return 1 if self.split else GROUPS
+
+    @property
+    def fewest_slots(self) -> int:
+        """What warpgroups have in hand before they leave one."""
+        return 5 if self.split else 3
+
+    @property
+    def sound(self) -> bool:
+        """Whether there is a kernel."""
+        return (
+            self.tokens in TOKEN_TILES
+            and self.cluster in (CLUSTERS if self.split else CLUSTERS[:2])
+            and (not self.split or self.tokens % 64 == 0)
+            and self.slots >= self.fewest_slots
+        )
+
+
+#: Tokens, cluster and split of every kernel, larger tiles first.
+DIVISIONS = tuple(
+    (tokens, cluster, split)
+    for split, cluster, tokens in product((False, True), reversed(CLUSTERS), reversed(TOKEN_TILES))
+    if PrefillConfig(tokens=tokens, slots=_MAX_SLOTS, cluster=cluster, split=split).sound
+)
 
 
 @dataclass(frozen=True)
@@ -104,29 +137,31 @@ def prefill_text(
             ("W3_TOKENS", config.tokens),
             ("W3_SLOTS", config.slots),
             ("W3_CLUSTER", config.cluster),
+            ("W3_SPLIT", int(config.split)),
         ),
     )
 
 
 def shared_bytes(desc: W3Desc, config: PrefillConfig) -> int:
     """Shared memory of a thread block (kernels/w3_prefill_params.cuh, SharedMap)."""
-    slot = config.tokens * 2 * TILE + GROUPS * (desc.tile_bytes + _SCALE_BYTES)
+    slot = config.tokens * 2 * TILE + config.row_tiles * (desc.tile_bytes + _SCALE_BYTES)
     return config.slots * (slot + 16) + _OUT_BYTES
 
 
-def config_of(desc: W3Desc, *, tokens: int, cluster: int) -> PrefillConfig:
+def config_of(desc: W3Desc, *, tokens: int, cluster: int, split: bool = False) -> PrefillConfig:
     """The config with as many slots as fit the device's shared memory.
 
     Raises:
         UnsupportedError: too little of it.
     """
-    for slots in range(_MAX_SLOTS, _MIN_SLOTS - 1, -1):
-        config = PrefillConfig(tokens=tokens, slots=slots, cluster=cluster)
+    config = PrefillConfig(tokens=tokens, slots=_MAX_SLOTS, cluster=cluster, split=split)
+    while config.slots >= config.fewest_slots:
         if shared_bytes(desc, config) <= desc.device.shared_bytes:
             return config
+        config = replace(config, slots=config.slots - 1)
     raise UnsupportedError(
-        f"expected shared memory for {_MIN_SLOTS} steps of {tokens} tokens, got {desc.device.shared_bytes} bytes; "
-        "dequantise the matrix"
+        f"expected shared memory for {config.fewest_slots} steps of {tokens} tokens, got {desc.device.shared_bytes} "
+        "bytes; dequantise the matrix"
     )
 
 
@@ -141,8 +176,9 @@ def make_plan(desc: W3Desc, config: PrefillConfig) -> PrefillPlan:
             f"expected a matrix with at least {_MIN_COLUMNS} columns on {ARCH}, got {desc.rows} x {desc.columns} with "
             f"{desc.tokens} tokens on {desc.device.arch}; dequantise it"
         )
-    sound = config.tokens in TOKEN_TILES and config.cluster in CLUSTERS and config.slots >= _MIN_SLOTS
+    steps = -(-desc.columns // TILE)
     needed = shared_bytes(desc, config)
+    sound = config.sound and (not config.split or steps >= GROUPS)
     if not sound or needed > desc.device.shared_bytes:
         raise UnsupportedError(
             f"expected a config that there is a kernel for, with {desc.device.shared_bytes} bytes of shared memory, "
@@ -155,10 +191,10 @@ def make_plan(desc: W3Desc, config: PrefillConfig) -> PrefillPlan:
         text=prefill_text(
             config, layout=desc.layout, qmap_dtype=desc.qmap_dtype, map_kind=desc.map_kind, x_dtype=desc.x_dtype
         ),
-        grid=config.cluster * min(tiles, desc.device.multiprocessors // config.cluster),
+        grid=config.cluster * min(tiles, _places(desc, config)),
         block=_THREADS,
         shared_bytes=needed,
-        steps=-(-desc.columns // TILE),
+        steps=steps,
         token_tiles=token_tiles,
         tiles=tiles,
     )
@@ -172,24 +208,34 @@ def prefill_plan(desc: W3Desc) -> PrefillPlan:
 
 def configs(desc: W3Desc) -> Iterator[PrefillConfig]:
     """Every config for a call, larger tiles first; of two that are alike, the first is to be preferred."""
-    for cluster in reversed(CLUSTERS):
-        for tokens in reversed(TOKEN_TILES):
-            yield config_of(desc, tokens=tokens, cluster=cluster)
+    for tokens, cluster, split in DIVISIONS:
+        if not (split and desc.columns <= TILE):
+            yield config_of(desc, tokens=tokens, cluster=cluster, split=split)
 
 
 def cycles(desc: W3Desc, config: PrefillConfig) -> float:
     """What a call takes, roughly: rounds of tiles, each as long as its steps."""
     _, tiles = _tiles(desc, config)
-    places = max(1, desc.device.multiprocessors // config.cluster)
+    places = _places(desc, config)
     busy = min(tiles, places) * config.cluster / desc.device.multiprocessors
-    bytes_per_step = config.tokens * 2 * TILE // config.cluster + GROUPS * (desc.tile_bytes + _SCALE_BYTES)
-    l2_cycles = bytes_per_step / min(_MOST_L2_BYTES_PER_CYCLE, _L2_BYTES_PER_CYCLE / busy)
-    step = max(_CYCLES_PER_TOKEN * config.tokens + _CYCLES_BESIDE, _DECODE_CYCLES, l2_cycles)
-    tile = -(-desc.columns // TILE) * step + _TILE_CYCLES + _TILE_CYCLES_PER_TOKEN * config.tokens
+    slots = GROUPS // config.row_tiles  # that the warpgroups work on side by side
+    bytes_at_once = config.tokens * 2 * TILE * slots // config.cluster + GROUPS * (desc.tile_bytes + _SCALE_BYTES)
+    l2_cycles = bytes_at_once / min(_MOST_L2_BYTES_PER_CYCLE, _L2_BYTES_PER_CYCLE / busy)
+    step = max(_CYCLES_PER_TOKEN * config.tokens + _CYCLES_BESIDE, l2_cycles)
+    steps = -(-desc.columns // (TILE * slots))
+    tile = steps * step + _TILE_CYCLES + slots * _TILE_CYCLES_PER_TOKEN * config.tokens
     return -(-tiles // places) * tile
+
+
+def _places(desc: W3Desc, config: PrefillConfig) -> int:
+    """Clusters that run side by side."""
+    blocks = desc.device.multiprocessors
+    if config.cluster == CLUSTERS[-1]:
+        blocks = max(blocks // _CLUSTER_OF_FOUR_PLACES * _CLUSTER_OF_FOUR_PLACES, config.cluster)
+    return max(1, blocks // config.cluster)
 
 
 def _tiles(desc: W3Desc, config: PrefillConfig) -> tuple[int, int]:
     """Token tiles, and tiles of a cluster in all."""
     token_tiles = -(-desc.tokens // config.tokens)
-    return token_tiles, token_tiles * -(-desc.row_tiles // (GROUPS * config.cluster))
+    return token_tiles, token_tiles * -(-desc.row_tiles // (config.row_tiles * config.cluster))

@@ -11,6 +11,7 @@
 
 #include "threads.h"
 
+using std::max;
 using std::min;
 
 #define W3_DEVICE inline
@@ -31,6 +32,9 @@ struct alignas(16) uint4 {
 };
 struct alignas(16) Vec4 {
   u32 x, y, z, w;
+};
+struct alignas(16) Float4 {
+  float x, y, z, w;
 };
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 
@@ -126,6 +130,8 @@ inline Vec4 load_shared(u32 address) {
   memcpy(&out, at(address, 16, 16), 16);
   return out;
 }
+
+inline void store_shared_floats(u32 address, const Float4& value) { memcpy(at(address, 16, 16), &value, 16); }
 
 inline u32 load_shared_word(u32 address) {
   u32 out;
@@ -243,7 +249,7 @@ inline void copy_box(u32 to, const TensorMap& map, int column, int row, u32 barr
 }
 
 inline void copy_box_to_all(u32 to, const TensorMap& map, int column, int row, u32 barrier, u16 ranks) {
-  for (u32 rank = 0; rank < 2; ++rank)
+  for (u32 rank = 0; rank < kMaxCluster; ++rank)
     if (ranks >> rank & 1) copy_box(in_block(to, rank), map, column, row, in_block(barrier, rank));
 }
 

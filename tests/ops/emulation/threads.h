@@ -44,7 +44,7 @@ struct Barrier {
   i64 bytes = 0;  // announced and not here yet; below zero while bytes come before they are announced
 };
 
-constexpr int kMaxShared = 1 << 18, kMaxWarps = 16;
+constexpr int kMaxShared = 1 << 18, kMaxWarps = 16, kMaxCluster = 4;
 
 struct Block {
   alignas(1024) char shared[kMaxShared];
@@ -72,7 +72,7 @@ struct Index {
 inline Index threadIdx, blockIdx, gridDim;
 inline Thread* self;
 inline ucontext_t scheduler;
-inline std::unique_ptr<Block> blocks[2];
+inline std::unique_ptr<Block> blocks[kMaxCluster];
 inline std::unique_ptr<Meeting> cluster;
 inline u32 shared_bytes;
 

@@ -11,26 +11,30 @@ struct Instruction {
   const u32* a;
   u64 b;
   int columns;
-  bool bf16, committed;
+  bool bf16;
+  int group;  // number of the group that it was committed to; none yet: 0
 };
 
 constexpr int kMaxThreads = 32 * kMaxWarps;
-inline std::vector<Instruction> in_flight[2][kMaxThreads];
-inline bool fenced[2][kMaxThreads];
+inline std::vector<Instruction> in_flight[kMaxCluster][kMaxThreads];
+inline bool fenced[kMaxCluster][kMaxThreads];
+inline int groups[kMaxCluster][kMaxThreads];  // committed so far
 
 inline std::vector<Instruction>& my_instructions() { return in_flight[self->rank][threadIdx.x]; }
 
 inline void wgmma_fence() { fenced[self->rank][threadIdx.x] = true; }
 
 inline void wgmma_commit() {
-  for (Instruction& instruction : my_instructions()) instruction.committed = true;
+  const int group = ++groups[self->rank][threadIdx.x];
+  for (Instruction& instruction : my_instructions())
+    if (instruction.group == 0) instruction.group = group;
   fenced[self->rank][threadIdx.x] = false;
 }
 
 template <bool bf16, int sums>
 inline void wgmma_wide(float (&d)[sums], const u32 (&a)[4], u64 b) {
   REQUIRE(fenced[self->rank][threadIdx.x], "wgmma without a fence behind the writes to its registers");
-  my_instructions().push_back({d, a, b, 2 * sums, bf16, false});
+  my_instructions().push_back({d, a, b, 2 * sums, bf16, 0});
 }
 
 inline float number(u32 bits, bool bf16) { return bf16 ? __uint_as_float(bits << 16) : kHalves[bits]; }
@@ -61,11 +65,12 @@ inline void perform(const Instruction& i) {
   }
 }
 
-// Every commit here has one instruction, so that counting these counts groups.
+// Performs what belongs to all but the latest `pending` groups.
 template <int pending>
 inline void wgmma_wait() {
   auto& instructions = my_instructions();
-  while (instructions.size() > pending && instructions.front().committed) {
+  const int last = groups[self->rank][threadIdx.x] - pending;
+  while (!instructions.empty() && instructions.front().group != 0 && instructions.front().group <= last) {
     perform(instructions.front());
     instructions.erase(instructions.begin());
   }
