@@ -150,3 +150,37 @@ def summary(document: Document, table: Table, *, tokens: int = 8) -> str:
         + table(["form", "speed against 16-bit torch", "of the speed at which its bytes can be read"], rows)
         + "\n"
     )
+
+
+def counters(document: Document, table: Table) -> str:
+    """What `profile_kernels.py` saw of the decode kernels."""
+    rows = []
+    for case in document["cases"]:
+        kernel = case["launches"][-1]
+        stalls, pipes = kernel["stalled_warps_per_issue"], kernel["pipes_percent"]
+        waits = [(name, value) for name, value in stalls.items() if name not in ("selected", "not_selected")][:3]
+        tensor = max((value for name, value in pipes.items() if name.startswith("tensor")), default=0.0)
+        rows.append(
+            [
+                case["shape"].replace("x", " x "),
+                str(case["tokens"]),
+                f"{kernel['microseconds']:.1f}",
+                f"{kernel['dram_percent']:.0f} %",
+                f"{kernel['l2_percent']:.0f} %",
+                f"{kernel['issued_percent_of_cycles']:.0f} %",
+                f"{pipes['alu']:.0f} %",
+                f"{tensor:.0f} %",
+                ", ".join(f"{name.replace('_', ' ')} {value:.1f}" for name, value in waits),
+            ]
+        )
+    return (
+        "### What the decode kernels wait for (dense layout, int8 map)\n\n"
+        "Nsight Compute, each launch by itself and from a cold L2 cache, so that nothing of it lies under the launch before: times are "
+        "longer than those above. Shares are of the peak; of the integer and logic pipe (ALU: permutes, shifts, selects, conversions) "
+        "and the tensor pipe, of the cycles in which a multiprocessor was busy; waits are warps that wait for each instruction "
+        "issued.\n\n"
+        + table(
+            ["rows x columns", "tokens", "µs", "DRAM", "L2", "issued", "ALU pipe", "tensor pipe", "longest waits"], rows
+        )
+        + f"\n`{document['provenance']['command']}`\n"
+    )

@@ -211,6 +211,8 @@ def sections() -> str:
         parts.append(render_gpu.section(w3, load("published_h200.json"), table))
         if bfloat16 := load("w3_bf16_h200.json"):
             parts.append(render_gpu.against_float16(bfloat16, w3, table))
+        if counted := load("w3_counters_h200.json"):
+            parts.append(render_gpu.counters(counted, table))
     for name in ("generation_h200.json", "generation_compiled_h200.json"):
         if generated := load(name):
             parts.append(render_generation.section(generated, table))

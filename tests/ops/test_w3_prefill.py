@@ -19,7 +19,6 @@ from w3pack.ops.configs import DEVICES, all_kernel_texts
 from w3pack.ops.w3_config import W3Desc
 from w3pack.ops.w3_prefill import (
     DIVISIONS,
-    TOKEN_TILES,
     PrefillConfig,
     config_of,
     configs,
