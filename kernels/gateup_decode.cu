@@ -15,7 +15,7 @@
 //
 // Two extra warps feed a ring of slots, a unit and its activations each, with the copy engine (gateup_feed.cuh). Working warp (r, s)
 // takes a share of the rows, and of the columns every kSplitWarps-th 128 (gateup_multiply.cuh). bfloat16 activations become float16 in
-// shared memory, once for all warps, by two warps more (gateup_convert.cuh).
+// shared memory, once for all warps, by one or two warps more (gateup_convert.cuh).
 //
 // A launch may begin while its predecessor in the stream ends: weights and scales are asked for at once, x, the workspace and y are
 // touched after wait_for_predecessors() only.
@@ -69,7 +69,6 @@ W3_DEVICE void work(const Params& p, const Walk& walk, const SharedMap& map, int
       RowScales next;  // a piece ahead: they come from far
       next.load(rows, piece + 1, split_warp, p);
       barrier_wait(map.full + 8 * slot, parity);
-      if constexpr (kBf16) barrier_wait(map.ready + 8 * slot, parity);
 #pragma unroll
       for (int m = 0; m < kMyParts; ++m) {
         const int part = split_warp + m * kSplitWarps, column = piece * kPiece + part * kBlock;

@@ -2,16 +2,17 @@
 //
 // Weights of a slot are kPiece columns of both halves of a row block: one instruction for each half and 128 columns. What lies beyond the
 // matrix arrives as zeros. Activations are copied as they are: of each token the columns of the slot. In float16 their bytes count
-// towards the slot's barrier; in bfloat16 they have a barrier of their own, on which the converting warps wait (gateup_convert.cuh).
+// towards the slot's barrier; in bfloat16 they have a barrier of their own, on which the converting warps wait (gateup_convert.cuh), and
+// these arrive at the slot's barrier.
 #pragma once
 #include "gateup_walk.cuh"
 
 #if __CUDA_ARCH__ >= 900
-// By one warp: [full | empty | raw | ready], as SharedMap has them.
+// By one warp: [full | empty | raw], as SharedMap has them.
 W3_DEVICE void init_barriers(const SharedMap& map) {
-  for (int i = threadIdx.x % 32; i < 4 * kSlots; i += 32) {
+  for (int i = threadIdx.x % 32; i < 3 * kSlots; i += 32) {
     const int kind = i / kSlots;
-    barrier_init(map.full + 8 * i, kind == 1 ? kWarps * kArrivals : kind == 3 && kBf16 ? kConverters * kArrivals : 1);
+    barrier_init(map.full + 8 * i, kind == 0 ? 1 + kConverters * kArrivals : kind == 1 ? kWarps * kArrivals : 1);
   }
   barrier_init_fence();
 }

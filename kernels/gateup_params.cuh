@@ -16,13 +16,14 @@ constexpr int kBlock = 128;                    // rows and columns of a scale bl
 constexpr int kParts = kPiece / kBlock;        // scale blocks of a slot along its columns
 constexpr int kMyParts = kParts / kSplitWarps;
 constexpr int kWarps = kRowWarps * kSplitWarps;
-constexpr int kConverters = kBf16 ? 2 : 0;     // warps that turn bfloat16 activations into float16
+constexpr int kConverters = GU_CONVERTERS;     // warps that turn bfloat16 activations into float16; none where they are float16
 constexpr int kThreads = 32 * (kWarps + 2 + kConverters);  // two warps feed the others
 constexpr int kTiles = kHalfRows / 8 / kRowWarps;  // of 16 rows, 8 from each half, for each warp
 constexpr int kQuads = kTiles * kTokenTiles;   // accumulators of a lane, in fours
 // A slot: [part][half][row][128 bytes], 16-byte columns exchanged as the copy engine does it (XOR with row % 8).
 constexpr int kHalfBytes = kHalfRows * kBlock;
 constexpr int kSlotBytes = 2 * kHalfRows * kPiece;
+constexpr int kBarrierBytes = (3 * 8 * kSlots + 15) / 16 * 16;  // activations begin at multiples of 16
 constexpr int kExchangeBytes = kSplitWarps > 1 ? kWarps * kQuads * 512 : 0;
 constexpr int kTokenPitch = 2 * kPiece + 16;   // bytes from token to token in a slot: eight tokens read from different banks
 constexpr int kScaleTokens = 8 * kTokenTiles;  // of which a slot has room for scales
@@ -35,6 +36,7 @@ constexpr int kArrivals = GU_CHECKED ? 32 : 1;
 
 static_assert(kHalfRows % (8 * kRowWarps) == 0 && kBlock % (8 * kTiles) == 0, "each warp takes whole tiles of one scale block");
 static_assert((kHalfRows % kBlock == 0 || kBlock % kHalfRows == 0) && kHalfRows <= 256, "halves and scale blocks do not overlap by parts");
+static_assert(kBf16 ? kConverters > 0 && kTokenTiles * kParts % kConverters == 0 : kConverters == 0, "converting warps take equal shares");
 static_assert(kPiece % kBlock == 0 && kParts % kSplitWarps == 0, "each warp takes whole scale blocks of a slot");
 
 struct alignas(64) Params {
@@ -55,17 +57,16 @@ struct alignas(64) Params {
 
 // Addresses in shared memory: slots | exchange | barriers | activations [slot][token][kTokenPitch] | their scales [slot][part][token].
 struct SharedMap {
-  u32 slots, exchange, full, empty, raw, ready, x, x_scales;
+  u32 slots, exchange, full, empty, raw, x, x_scales;
   u32 x_place;  // bytes from slot to slot
 
   W3_DEVICE SharedMap(u32 base, const Params& p) {
     slots = (base + 1023) & ~1023u;  // the exchange of columns goes by address
     exchange = slots + kSlots * kSlotBytes;
-    full = exchange + kExchangeBytes;  // weights, and activations in float16, have arrived
+    full = exchange + kExchangeBytes;  // weights have arrived, and activations are there in float16
     empty = full + 8 * kSlots;         // everything of a slot has been read
     raw = empty + 8 * kSlots;          // activations in bfloat16 have arrived
-    ready = raw + 8 * kSlots;          // and were converted
-    x = ready + 8 * kSlots;
+    x = full + kBarrierBytes;
     x_place = p.tokens * kTokenPitch;
     x_scales = x + kSlots * x_place;
   }

@@ -6,7 +6,7 @@
 constexpr bool kBf16 = W3_BF16;
 constexpr int kTokens = W3_TOKENS;    // of a block tile: 64 to 256 in steps of 32
 constexpr int kSlots = W3_SLOTS;      // steps in flight
-constexpr int kCluster = W3_CLUSTER;  // blocks that take the same tokens and each fetch a part of them for all: 1, 2 or 4
+constexpr int kCluster = W3_CLUSTER;  // blocks that take the same tokens and each fetch a part of them for all: 1 or 2
 constexpr bool kSplit = W3_SPLIT;     // both warpgroups take one row tile, and its steps in turn
 // For racecheck: every lane arrives, and not one for all (w3_decode_params.cuh).
 #ifndef W3_CHECKED
@@ -35,7 +35,7 @@ constexpr int kChunkBytes = kChunk * 128;
 
 static_assert(kTokens % 32 == 0 && kTokens >= 64 && kTokens <= 256, "there are matrix instructions for these");
 static_assert(kSlots >= (kSplit ? 5 : 3), "workers ask for the next step before they leave the last one: three are in hand, or five");
-static_assert(kCluster == 1 || kCluster == 2 || kCluster == 4, "a block fetches all of its tokens, or an equal part of them");
+static_assert(kCluster == 1 || kCluster == 2, "a block fetches all of its tokens, or half of them");
 static_assert(!kSplit || kTokens % (2 * kChunk) == 0, "each warpgroup finishes every other chunk");
 
 struct alignas(64) Params {

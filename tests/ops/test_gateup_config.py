@@ -51,7 +51,7 @@ def test_every_call_finds_a_kernel_that_fits_and_is_built(arch: str, shape: tupl
 @pytest.mark.parametrize("arch", ARCHS)
 def test_few_kernels_are_built(arch: str) -> None:
     files = [text.file for text in all_kernel_texts(arch) if text.file.startswith("gateup")]
-    assert len(files) <= 60
+    assert len(files) <= 100
     assert ("gateup_between.cu" in files) == (arch in CONVERTS_E4M3)
     assert ("gateup_decode.cu" in files) == DEVICES[arch].bulk
 
@@ -86,7 +86,8 @@ def test_large_pairs_get_what_was_fastest() -> None:
         for paired in (True, False)
     }
     few = GateUpConfig(1, half_rows=64, piece=256, slots=4, row_warps=4, split_warps=2, blocks=132)
-    assert {forms[1, True], forms[8, True], forms[1, False], forms[8, False]} == {few}
+    assert {forms[1, False], forms[8, False]} == {few}
+    assert {forms[1, True], forms[8, True]} == {replace(few, piece=512, slots=3)}
     assert forms[16, False] == replace(few, token_tiles=2)
     assert forms[16, True] == replace(forms[16, False], half_rows=128, slots=3, row_warps=8, split_warps=1)
 
@@ -95,6 +96,9 @@ def test_small_matrices_keep_more_multiprocessors_busy() -> None:
     small, large = (plan_of(desc(8, shape)) for shape in ((768, 2048), (17408, 5120)))
     assert small.config.half_rows < large.config.half_rows
     assert small.grid == 132
+    down = plan_of(desc(8, (2048, 6144), paired=False))
+    assert (down.config.half_rows, down.config.piece, down.grid) == (32, 512, 132)
+    assert plan_of(desc(16, (6144, 2048))).config.half_rows == 64
 
 
 @pytest.mark.parametrize(
@@ -114,6 +118,22 @@ def test_what_the_kernel_does_not_take(change: dict[str, int], why: str) -> None
         UnsupportedError, match=r"expected a call that the FP8 kernel takes, got one where .*; dequantise it"
     ):
         plan_of(call)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 32])
+@pytest.mark.parametrize("shape", [(17408, 5120), (6144, 2048)])
+def test_warps_that_convert_share_the_work_equally(tokens: int, shape: tuple[int, int]) -> None:
+    """None for float16; for bfloat16 no more than there are tiles of 8 tokens and 128 columns in a slot."""
+    for config in candidates(desc(tokens, shape)):
+        plain = make_plan(desc(tokens, shape), config)
+        assert dict(plain.text.defines)["GU_CONVERTERS"] == 0
+        assert plain.block == 32 * (config.warps + 2)
+        for most in (1, 2, 4):
+            plan = make_plan(desc(tokens, shape, x_dtype="bfloat16"), replace(config, converters=most))
+            count, work = dict(plan.text.defines)["GU_CONVERTERS"], config.token_tiles * config.piece // 128
+            assert count == min(most, work)
+            assert work % count == 0
+            assert plan.block == plain.block + 32 * count
 
 
 def test_a_config_that_does_not_fit_is_refused() -> None:

@@ -129,7 +129,7 @@ def test_every_config(make: Make, tile: int, cluster: int, split: bool, fewest: 
         assert_right(packed, x, config=config)
 
 
-@pytest.mark.parametrize(("cluster", "split"), [(1, False), (2, False), (1, True), (2, True), (4, True)])
+@pytest.mark.parametrize(("cluster", "split"), [(1, False), (2, False), (1, True), (2, True)])
 @pytest.mark.parametrize("tokens", [100, 513])
 def test_launches_agree_in_every_bit(make: Make, tokens: int, cluster: int, split: bool) -> None:
     """Also back to back, where a launch begins while the one before ends, and with the fewest slots."""

@@ -254,7 +254,7 @@ CASES = {
     "shared rows": Case(60, 320, 70, PrefillConfig(64, 5, 1, split=True), bias=False),
     "shared rows, odd steps, two tiles a block": Case(200, 320, 200, PrefillConfig(128, 6, 2, split=True), seed=5),
     "shared rows, group of three steps": Case(
-        130, 576, 65, PrefillConfig(64, 5, 4, split=True), 192, "nibble", 1, "float16", "bfloat16"
+        130, 576, 65, PrefillConfig(64, 5, 2, split=True), 192, "nibble", 1, "float16", "bfloat16"
     ),
     "shared rows, two steps": Case(64, 128, 129, PrefillConfig(128, 5, 1, split=True), 128, maps="row", places=2),
     "shared rows, widest": Case(

@@ -23,7 +23,6 @@ ALIGNMENT = 16
 _ARITHMETIC = 1 << 32
 _TOKEN_TILE = 8
 _FEEDERS = 2
-_CONVERTERS = 2
 #: Units that each thread block has at least before row blocks become smaller.
 _UNITS = 4
 
@@ -52,6 +51,7 @@ class GateUpConfig:
         row_warps, split_warps: working warps along the rows of a row block, and along the columns of a slot.
         unroll: halves of 128 columns, 1 or 2, that are worked on together.
         blocks: thread blocks; 0: one for each multiprocessor.
+        converters: warps that turn bfloat16 activations into float16, at most; a power of two.
     """
 
     token_tiles: int
@@ -62,6 +62,7 @@ class GateUpConfig:
     split_warps: int
     unroll: int = 1
     blocks: int = 0
+    converters: int = 2
 
     @property
     def warps(self) -> int:
@@ -91,6 +92,11 @@ class GateUpPlan:
     partial_bytes: int
 
 
+def converters(desc: GateUpDesc, config: GateUpConfig) -> int:
+    """Warps that turn bfloat16 activations into float16; each takes 8 tokens of 128 columns at once."""
+    return min(config.converters, config.token_tiles * config.piece // BLOCK) if desc.x_dtype == "bfloat16" else 0
+
+
 def kernel_text(desc: GateUpDesc, config: GateUpConfig) -> KernelText:
     """The kernel of a config."""
     return KernelText(
@@ -98,6 +104,7 @@ def kernel_text(desc: GateUpDesc, config: GateUpConfig) -> KernelText:
         entry="gateup_decode",
         defines=(
             ("GU_BF16", int(desc.x_dtype == "bfloat16")),
+            ("GU_CONVERTERS", converters(desc, config)),
             ("GU_HALF_ROWS", config.half_rows),
             ("GU_PAIRED", int(desc.paired)),
             ("GU_PARTIAL", int(desc.columns % BLOCK != 0)),
@@ -120,10 +127,10 @@ def shared_bytes(desc: GateUpDesc, config: GateUpConfig) -> int:
     """Dynamic shared memory, as SharedMap of gateup_params.cuh lays it out, and room to begin at a multiple of 1024."""
     slot = 2 * config.half_rows * config.piece
     exchange = config.warps * config.quads * 512 if config.split_warps > 1 else 0
-    barriers = 8 * 4
+    barriers = -(-3 * 8 * config.slots // 16) * 16
     activations = desc.tokens * (2 * config.piece + 16)
     scales = 4 * config.piece // BLOCK * _TOKEN_TILE * config.token_tiles if desc.x_dtype == "bfloat16" else 0
-    return 1024 + exchange + config.slots * (slot + barriers + activations + scales)
+    return 1024 + exchange + barriers + config.slots * (slot + activations + scales)
 
 
 def why_not(desc: GateUpDesc) -> str | None:
@@ -159,13 +166,12 @@ def make_plan(desc: GateUpDesc, config: GateUpConfig) -> GateUpPlan:
         raise UnsupportedError(
             f"expected at most {desc.device.shared_bytes} bytes of shared memory, got {shared} for {config}; choose fewer slots"
         )
-    converters = _CONVERTERS if desc.x_dtype == "bfloat16" else 0
     return GateUpPlan(
         desc=desc,
         config=config,
         text=kernel_text(desc, config),
         grid=config.blocks,
-        block=32 * (config.warps + _FEEDERS + converters),
+        block=32 * (config.warps + _FEEDERS + converters(desc, config)),
         shared_bytes=shared,
         pieces=pieces,
         row_blocks=blocks,
@@ -178,16 +184,23 @@ def make_plan(desc: GateUpDesc, config: GateUpConfig) -> GateUpPlan:
 def candidates(desc: GateUpDesc) -> Iterator[GateUpConfig]:
     """Configs, the preferred one first; the others have fewer slots, for devices with less shared memory.
 
-    Measured on an H200 at 17408 x 5120 and 5120 x 17408. Small matrices get small row blocks, so that every multiprocessor has work.
+    Measured on an H200 at I x K of 17408 x 5120, 12288 x 4096 and 6144 x 2048. Small matrices get small row blocks, so that every
+    multiprocessor has work.
     """
     tiles = 1 if desc.tokens <= 8 else 2 if desc.tokens <= 16 else 4
+    everywhere = desc.device.multiprocessors
     units = row_blocks(desc, 64) * -(-desc.columns // 256)
-    if units < _UNITS * desc.device.multiprocessors:
+    long_units = row_blocks(desc, 32) * -(-desc.columns // 512)
+    if units < _UNITS * everywhere and tiles < 4 and long_units >= 2 * everywhere:
+        form = GateUpConfig(tiles, half_rows=32, piece=512, slots=6 - tiles, row_warps=2, split_warps=4)
+    elif units < _UNITS * everywhere:
         form = GateUpConfig(tiles, half_rows=32, piece=256, slots=6, row_warps=4, split_warps=2)
     elif tiles == 4:
         form = GateUpConfig(tiles, half_rows=64, piece=128, slots=6, row_warps=8, split_warps=1)
-    elif tiles == 2 and desc.paired:
+    elif tiles == 2 and desc.paired and units >= 12 * everywhere:
         form = GateUpConfig(tiles, half_rows=128, piece=256, slots=3, row_warps=8, split_warps=1)
+    elif tiles == 1 and desc.paired and units >= 32 * everywhere:
+        form = GateUpConfig(tiles, half_rows=64, piece=512, slots=3, row_warps=4, split_warps=2)
     else:
         form = GateUpConfig(tiles, half_rows=64, piece=256, slots=4, row_warps=4, split_warps=2)
     yield form

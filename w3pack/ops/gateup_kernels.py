@@ -14,8 +14,12 @@ from w3pack.ops.gateup_config import GateUpDesc, plan_of
 from w3pack.ops.w3_config import DeviceLimits, XDtype
 
 _X_DTYPES: tuple[XDtype, ...] = get_args(XDtype)
-#: Rows x columns of a small and a large matrix; both again with a partial scale block.
-_SHAPES = ((768, 2048), (28672, 8192), (768, 2064), (28672, 8208))
+#: Rows x columns of matrices that get different row blocks, from small to large; all again with a partial scale block.
+_SHAPES = tuple(
+    (rows, columns + partial)
+    for partial in (0, 16)
+    for rows, columns in ((768, 2048), (2048, 6144), (6144, 2048), (28672, 8192))
+)
 _BETWEEN = ((False, True), (True, False), (True, True))
 
 

@@ -21,13 +21,11 @@ from w3pack.ops.w3_table import Table
 ARCH = "sm_90a"
 #: Tokens of a block tile for which there are matrix instructions.
 TOKEN_TILES = tuple(range(64, 257, 32))
-CLUSTERS = (1, 2, 4)
+CLUSTERS = (1, 2)
 #: Warpgroups of a thread block that multiply: each takes a row tile, or both the same one.
 GROUPS = 2
 _THREADS = 128 * (GROUPS + 1)
 _MAX_SLOTS = 8
-#: Clusters of four fill only groups of multiprocessors that are multiples of so many.
-_CLUSTER_OF_FOUR_PLACES = 16
 #: Of the kernel: the scales of a row tile in a slot, two buffers of 32 tokens x 64 rows for each warpgroup.
 _SCALE_BYTES = 128
 _OUT_BYTES = GROUPS * 2 * 32 * 128
@@ -40,6 +38,7 @@ _COUNTABLE = 1 << 30
 # of 8192 x 8192 with 2048 tokens on an H200 (0.51, 0.64, 0.79 us a step of 128, 192, 256 tokens at 1755 MHz); the others are guesses.
 _CYCLES_PER_TOKEN = 4  # of the tensor cores, for 128 rows
 _CYCLES_BESIDE = 400  # that decoding takes, of which hardly anything lies under the products
+_SPLIT_FACTOR = 1.15  # shared rows: twice the activations come into shared memory (1.08 to 1.24, by the shape)
 _L2_BYTES_PER_CYCLE = 28  # for each multiprocessor, when all ask
 _MOST_L2_BYTES_PER_CYCLE = 64
 _TILE_CYCLES, _TILE_CYCLES_PER_TOKEN = 2000, 16  # beginning a tile, and writing it
@@ -76,7 +75,7 @@ class PrefillConfig:
         """Whether there is a kernel."""
         return (
             self.tokens in TOKEN_TILES
-            and self.cluster in (CLUSTERS if self.split else CLUSTERS[:2])
+            and self.cluster in CLUSTERS
             and (not self.split or self.tokens % 64 == 0)
             and self.slots >= self.fewest_slots
         )
@@ -191,7 +190,7 @@ def make_plan(desc: W3Desc, config: PrefillConfig) -> PrefillPlan:
         text=prefill_text(
             config, layout=desc.layout, qmap_dtype=desc.qmap_dtype, map_kind=desc.map_kind, x_dtype=desc.x_dtype
         ),
-        grid=config.cluster * min(tiles, _places(desc, config)),
+        grid=config.cluster * min(tiles, desc.device.multiprocessors // config.cluster),
         block=_THREADS,
         shared_bytes=needed,
         steps=steps,
@@ -216,23 +215,15 @@ def configs(desc: W3Desc) -> Iterator[PrefillConfig]:
 def cycles(desc: W3Desc, config: PrefillConfig) -> float:
     """What a call takes, roughly: rounds of tiles, each as long as its steps."""
     _, tiles = _tiles(desc, config)
-    places = _places(desc, config)
+    places = max(1, desc.device.multiprocessors // config.cluster)
     busy = min(tiles, places) * config.cluster / desc.device.multiprocessors
     slots = GROUPS // config.row_tiles  # that the warpgroups work on side by side
     bytes_at_once = config.tokens * 2 * TILE * slots // config.cluster + GROUPS * (desc.tile_bytes + _SCALE_BYTES)
     l2_cycles = bytes_at_once / min(_MOST_L2_BYTES_PER_CYCLE, _L2_BYTES_PER_CYCLE / busy)
-    step = max(_CYCLES_PER_TOKEN * config.tokens + _CYCLES_BESIDE, l2_cycles)
+    step = max((_CYCLES_PER_TOKEN * config.tokens + _CYCLES_BESIDE) * (_SPLIT_FACTOR if config.split else 1), l2_cycles)
     steps = -(-desc.columns // (TILE * slots))
     tile = steps * step + _TILE_CYCLES + slots * _TILE_CYCLES_PER_TOKEN * config.tokens
     return -(-tiles // places) * tile
-
-
-def _places(desc: W3Desc, config: PrefillConfig) -> int:
-    """Clusters that run side by side."""
-    blocks = desc.device.multiprocessors
-    if config.cluster == CLUSTERS[-1]:
-        blocks = max(blocks // _CLUSTER_OF_FOUR_PLACES * _CLUSTER_OF_FOUR_PLACES, config.cluster)
-    return max(1, blocks // config.cluster)
 
 
 def _tiles(desc: W3Desc, config: PrefillConfig) -> tuple[int, int]:

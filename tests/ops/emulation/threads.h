@@ -44,7 +44,7 @@ struct Barrier {
   i64 bytes = 0;  // announced and not here yet; below zero while bytes come before they are announced
 };
 
-constexpr int kMaxShared = 1 << 18, kMaxWarps = 16, kMaxCluster = 4;
+constexpr int kMaxShared = 1 << 18, kMaxWarps = 16, kMaxCluster = 2;
 
 struct Block {
   alignas(1024) char shared[kMaxShared];
