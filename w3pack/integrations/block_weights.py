@@ -61,7 +61,7 @@ class WeightlessModel:
             self.model.get_submodule(parent)._buffers[leaf] = buffer.to(device)
 
     def weight(self, module: str) -> torch.Tensor:
-        """A planned weight as the source has it: float32 [rows, columns] on the CPU."""
+        """A planned weight as the source has it: float32 [rows, columns] on the model's device."""
         return self._read(names.tensor(module, "weight"))
 
     def read_as_stored(self, name: str) -> torch.Tensor:
@@ -69,7 +69,7 @@ class WeightlessModel:
         return self._read(name).to(DTYPES[self._planned[name].outputs[0].dtype])
 
     def _read(self, name: str) -> torch.Tensor:
-        return read_float(self._source, self._planned[name], block=self._block)
+        return read_float(self._source, self._planned[name], block=self._block, device=self._device)
 
     def fill(self, path: str, *, recurse: bool = True) -> None:
         """Load the parameters and stored buffers of the module at `path`.
@@ -99,7 +99,7 @@ class WeightlessModel:
                     "config.json and the weights do not belong together"
                 )
             dtype = self._dtype if isinstance(old, nn.Parameter) else old.dtype
-            data = data.to(self._device, dtype)
+            data = data.to(dtype)
             if isinstance(old, nn.Parameter):
                 setattr(parent, leaf, nn.Parameter(data, requires_grad=False))
             else:

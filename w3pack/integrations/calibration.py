@@ -174,13 +174,19 @@ def prepare_tuning(
         finally:
             model.close()
 
-    def needed(job: Any, workers: int) -> int:
+    def needed(job: Any, workers: int, device: str) -> int:
         found = job.source.config.get("text_config")
         config = found if isinstance(found, dict) else job.source.config
         width = int(config.get("hidden_size") or 0)
         vocabulary = int(config.get("vocab_size") or 0)
         return memory_bytes(
-            job.plan, tokens=windows.numel(), length=length, width=width, vocabulary=vocabulary, workers=workers
+            job.plan,
+            tokens=windows.numel(),
+            length=length,
+            width=width,
+            vocabulary=vocabulary,
+            workers=workers,
+            device=device,
         )
 
     return Tuning(

@@ -21,6 +21,7 @@ from w3pack.checkpoint.source import Source
 from w3pack.errors import UnsupportedError
 from w3pack.integrations.block_weights import WeightlessModel
 from w3pack.integrations.watched_block import Call, WatchedBlock
+from w3pack.integrations.whole_model import free_bytes
 from w3pack.pipeline.decoder import Block
 from w3pack.pipeline.hidden_states import HiddenStates
 from w3pack.pipeline.plan import Plan
@@ -62,7 +63,8 @@ class DecoderWalk:
             windows: int64 [samples, length], token ids.
             scratch: folder for the hidden states where memory is short.
             workers: batches worked on at the same time on a CPU.
-            in_memory: whether hidden states stay in memory; None: if they take at most a quarter of what is available.
+            in_memory: whether hidden states stay in memory rather than in a file; None: if they take at most a quarter of
+                what is available, on a GPU that of the GPU or else of the CPU.
             dtype: of weights and activations; None: float32 on a CPU unless a block is very large, else bfloat16 for 16-bit
                 and FP8 sources.
             follow: keep what the source's blocks leave beside what the quantised ones do, for `Block.follow`.
@@ -89,7 +91,8 @@ class DecoderWalk:
                 if self.on_disk:
                     self._apart.mkdir(exist_ok=True)
                 shape = (*windows.shape, self.states.shape[-1])
-                self._source = HiddenStates(shape, dtype=self._dtype, folder=self._apart if self.on_disk else None)
+                folder = self._apart if self.on_disk else None
+                self._source = HiddenStates(shape, dtype=self._dtype, folder=folder, device=self.states.device)
                 self._source.tensor.copy_(self.states)
         except BaseException:
             self.close()
@@ -124,7 +127,7 @@ class DecoderWalk:
             self._apart.rmdir()
 
     def weight(self, module: str) -> torch.Tensor:
-        """A source weight, float32 [rows, columns] on the CPU."""
+        """A source weight, float32 [rows, columns], on the walk's device."""
         return self._loaded.weight(module)
 
     @contextmanager
@@ -199,13 +202,19 @@ class DecoderWalk:
                     f"expected blocks of {type(model).__name__} that depend on the text by their input alone, got others; "
                     "this model cannot be calibrated, pass --effort none"
                 )
-            shape = (*self._windows.shape, hidden.shape[-1])
+            shape = (self._windows.shape[0], self._windows.shape[1], hidden.shape[-1])
             nbytes = self._windows.numel() * hidden.shape[-1] * self._dtype.itemsize
-            in_memory = nbytes <= available_bytes() // 4 if self._in_memory is None else self._in_memory
-            self._states = HiddenStates(shape, dtype=self._dtype, folder=None if in_memory else self._scratch)
+            self._states = self._room_for(shape, nbytes)
             for ids, into in zip(batches, self.states.split(self._batch), strict=True):
                 into.copy_(run(ids)[0])
         return found
+
+    def _room_for(self, shape: tuple[int, int, int], nbytes: int) -> HiddenStates:
+        """Hidden states where there is room for them: on the device if it is a GPU, in memory, or in a file."""
+        if self._in_memory is None and self._device.type != "cpu" and nbytes <= free_bytes(str(self._device)) // 4:
+            return HiddenStates(shape, dtype=self._dtype, folder=None, device=self._device)
+        in_memory = nbytes <= available_bytes() // 4 if self._in_memory is None else self._in_memory
+        return HiddenStates(shape, dtype=self._dtype, folder=None if in_memory else self._scratch)
 
     @contextmanager
     def _filled_on_demand(self) -> Iterator[None]:

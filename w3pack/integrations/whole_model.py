@@ -62,27 +62,31 @@ def recomputes(plan: Plan, *, tokens: int, free: int) -> bool:
     return tokens * activation_bytes(plan) > free // 4
 
 
-def memory_bytes(plan: Plan, *, tokens: int, length: int, width: int, vocabulary: int, workers: int) -> int:
-    """Upper estimate of what tuning takes at its peak on a CPU that has as much memory free as now.
+def memory_bytes(
+    plan: Plan, *, tokens: int, length: int, width: int, vocabulary: int, workers: int, device: str = "cpu"
+) -> int:
+    """Upper estimate of what tuning takes at its peak on a device that has as much memory free as now.
 
     Args:
-        tokens: of all windows; their hidden states beyond a quarter of the memory lie on the disk.
+        tokens: of all windows; their hidden states beyond a quarter of the CPU's memory lie on the disk.
         length: of a window.
         width: of the hidden states.
+        workers: threads, which only a CPU has.
     """
-    device = torch.device("cpu")
+    kind = torch.device(device)
+    workers = workers if kind.type == "cpu" else 1
     weights = plan.weights
-    narrow = product_dtype(device).itemsize
+    narrow = product_dtype(kind).itemsize
     outside = sum(math.prod(t.source.shape) for t in plan.tensors if t.action not in ("quantize", "drop"))
     latents = sum(spec.rows * spec.groups for spec in plan.modules.values())
     largest = max(spec.weights for spec in plan.modules.values())
-    batch = batch_tokens(device, length)
+    batch = batch_tokens(kind, length)
     blocks = max(1, len({block_of(tensor.source.name) for tensor in plan.quantized}))
-    recompute = recomputes(plan, tokens=batch * workers, free=free_bytes("cpu"))
+    recompute = recomputes(plan, tokens=batch * workers, free=free_bytes(device))
     working = (
         activation_bytes(plan) // (blocks if recompute else 1) * batch
         + 4 * blocks * batch * width
-        + 4 * _LOGITS * _POSITIONS["cpu"] * vocabulary
+        + 4 * _LOGITS * _POSITIONS[kind.type] * vocabulary
         + 4 * 3 * largest
         + 4 * latents
     )
@@ -179,7 +183,7 @@ class WholeModel:
         return self._vectors
 
     def weight(self, module: str) -> torch.Tensor:
-        """A source weight, float32 [rows, columns] on the CPU."""
+        """A source weight, float32 [rows, columns], on the model's device."""
         return self._loaded.weight(module)
 
     def close(self) -> None:

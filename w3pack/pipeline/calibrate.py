@@ -34,7 +34,7 @@ from w3pack.format import names
 from w3pack.format.linear import LinearSpec
 from w3pack.pipeline.decoder import Block, Diagonal, Input, Moment, Walk
 from w3pack.pipeline.guiding import apart, guide
-from w3pack.pipeline.one_linear import Packed, dequantized, measure_error, on_cpu, pack, settings_for
+from w3pack.pipeline.one_linear import Packed, dequantized, measure_error, moved, pack, settings_for
 from w3pack.pipeline.plan import BASE_MEMORY
 from w3pack.pipeline.selection import block_of
 from w3pack.pipeline.sensitivity import Gradients
@@ -136,7 +136,8 @@ def calibrate(
                     for module in modules:
                         spec = job.plan.modules[module]
                         if not aside:
-                            block.set_weight(module, dequantized(read_work(staging, file, module), spec))
+                            stored = moved(read_work(staging, file, module), device)
+                            block.set_weight(module, dequantized(stored, spec))
                         if progress is not None:
                             progress(module, spec.weights * (1 if blockwise is None else 2))
                 else:
@@ -206,7 +207,7 @@ def memory_bytes(job: Job, calibration: Calibration, *, workers: int) -> int:
     if tuning is None:
         return blockwise
     if tuning.fits(job, workers=workers, device="cpu"):
-        return max(blockwise, tuning.needed(job, workers))
+        return max(blockwise, tuning.needed(job, workers, "cpu"))
     return blockwise + hidden + block  # what the source's blocks leave, and weights as they are multiplied with
 
 
@@ -251,7 +252,7 @@ def _quantize_block(
     def settle(module: str, moment: torch.Tensor | Factor | None, tokens: int) -> None:
         weight, spec = walk.weight(module), job.plan.modules[module]
         result, story = solve(
-            weight.to(device),
+            weight,
             moment,
             spec=spec,
             module=module,
@@ -260,13 +261,14 @@ def _quantize_block(
             seed=job.options.seed,
             workers=workers,
         )
-        packed[module] = pack(result, spec)
-        error = measure_error(weight, packed[module], spec=spec)
+        stored = pack(result, spec)
+        packed[module] = moved(stored, "cpu")
+        error = measure_error(weight, stored, spec=spec)
         record["modules"][module] = {
             "error": {"squared_error": error.squared_error, "squared_weight": error.squared_weight},
             "calibration": {**story, "tokens": tokens},
         }
-        block.set_weight(module, dequantized(packed[module], spec))
+        block.set_weight(module, dequantized(stored, spec))
         if told is not None:
             told(module, spec.weights)
 
@@ -297,7 +299,7 @@ def _quantize_block(
                 "error": {"squared_error": error.squared_error, "squared_weight": error.squared_weight},
                 "tuned": True,
             }
-            block.set_weight(module, dequantized(stored, spec))
+            block.set_weight(module, dequantized(moved(stored, device), spec))
             if told is not None:
                 told(f"tuned {module}", spec.weights)
         record["block"]["error"] = block.error()
@@ -361,7 +363,7 @@ def solve(
     seed: int,
     workers: int,
 ) -> tuple[QuantizedLinear, dict[str, Any]]:
-    """Codes, map and scales of one Linear on the CPU, and how they were found.
+    """Codes, map and scales of one Linear on its device, and how they were found.
 
     Args:
         weight: float32 [rows, columns], any device.
@@ -384,7 +386,7 @@ def solve(
             story["diagonal_loss"] = by_name.get("diagonal", found.loss)
     except (CheckpointError, UnsupportedError) as error:
         raise type(error)(f"{module}: {error}") from error
-    return on_cpu(result), story
+    return result, story
 
 
 def _write_block(staging: Staging, file: str, packed: Mapping[str, Packed], record: dict[str, Any]) -> None:

@@ -142,7 +142,7 @@ class WholeModel(Learner, Protocol):
     """A model in memory with what its source answers; its samples are windows, its loss is KL(source || model) in nats."""
 
     def weight(self, module: str) -> torch.Tensor:
-        """A source weight, float32 [rows, columns] on the CPU."""
+        """A source weight, float32 [rows, columns], on the device that the blocks are run on."""
         ...
 
 
@@ -211,7 +211,7 @@ class Walk(Protocol):
         ...
 
     def weight(self, module: str) -> torch.Tensor:
-        """A source weight, float32 [rows, columns] on the CPU."""
+        """A source weight, float32 [rows, columns], on the device that the blocks are run on."""
         ...
 
 

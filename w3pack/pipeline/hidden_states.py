@@ -1,4 +1,4 @@
-"""The activations of all calibration samples between two blocks, in memory or in a file."""
+"""The activations of all calibration samples between two blocks, in memory, on the device, or in a file."""
 
 from __future__ import annotations
 
@@ -22,12 +22,19 @@ class HiddenStates:
     is in use (where the system allows that), so that nothing is left of it however the process ends.
 
     Attributes:
-        tensor: [samples, length, width] on the CPU.
+        tensor: [samples, length, width].
         on_disk: where it lies.
     """
 
-    def __init__(self, shape: tuple[int, int, int], *, dtype: torch.dtype, folder: Path | None) -> None:
-        """Allocate it; `folder` is where a file goes, None keeps it in memory.
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        *,
+        dtype: torch.dtype,
+        folder: Path | None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Allocate it; `folder` is where a file goes, None keeps it in the memory of `device`.
 
         Raises:
             ResourceError: the disk is too small.
@@ -35,7 +42,7 @@ class HiddenStates:
         self.on_disk = folder is not None
         self._path = folder / _FILE if folder is not None else None
         if self._path is None:
-            self.tensor = torch.zeros(shape, dtype=dtype)
+            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
             return
         elements = math.prod(shape)
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 
@@ -24,8 +23,10 @@ Packed = dict[str, torch.Tensor]
 _ROWS_AT_ONCE = 1 << 22
 
 
-def read_float(source: Source, tensor: PlannedTensor, *, block: tuple[int, int] | None) -> torch.Tensor:
-    """A source weight as float32 on the CPU; FP8 blocks multiplied by their scales.
+def read_float(
+    source: Source, tensor: PlannedTensor, *, block: tuple[int, int] | None, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """A source weight as float32 on a device; FP8 blocks multiplied by their scales.
 
     Raises:
         CheckpointError: NaN or infinite weights.
@@ -33,7 +34,7 @@ def read_float(source: Source, tensor: PlannedTensor, *, block: tuple[int, int] 
     data = source.read(tensor.source.name)
     if tensor.scales is not None and block is not None:
         data = dequantize_blocks(data, source.read(tensor.scales), block=block)
-    data = data.to(torch.float32)
+    data = data.to(device).to(torch.float32)  # moved as it is stored, widened there
     check_finite(data, tensor.source.name)
     return data
 
@@ -60,7 +61,7 @@ def quantize_weight(
     seed: int = 0,
     workers: int | None = None,
 ) -> QuantizedLinear:
-    """Codes, map and scales of one Linear, back on the CPU.
+    """Codes, map and scales of one Linear, on its device.
 
     Without data; `w3pack.pipeline.calibrate` has the solver that knows the inputs.
 
@@ -72,10 +73,9 @@ def quantize_weight(
     """
     settings = settings_for(spec, seed=seed)
     try:
-        result = quantize_data_free(weight, settings, qmap=qmap, workers=workers or torch.get_num_threads())
+        return quantize_data_free(weight, settings, qmap=qmap, workers=workers or torch.get_num_threads())
     except CheckpointError as error:
         raise CheckpointError(f"{module}: {error}") from error
-    return on_cpu(result)
 
 
 def settings_for(spec: LinearSpec, *, seed: int) -> QuantizeSettings:
@@ -88,13 +88,13 @@ def settings_for(spec: LinearSpec, *, seed: int) -> QuantizeSettings:
     )
 
 
-def on_cpu(result: QuantizedLinear) -> QuantizedLinear:
-    """The same on the CPU."""
-    return replace(result, codes=result.codes.cpu(), qmap=result.qmap.cpu(), scales=result.scales.cpu())
+def moved(packed: Mapping[str, torch.Tensor], device: torch.device | str) -> Packed:
+    """The same on a device."""
+    return {part: data.to(device) for part, data in packed.items()}
 
 
 def pack(result: QuantizedLinear, spec: LinearSpec) -> Packed:
-    """The stored tensors of a Linear, by part."""
+    """The stored tensors of a Linear, by part, on the device of `result`."""
     return {
         names.CODES: pack_codes(result.codes, spec),
         names.SCALES: pack_scales(result.scales, spec),
@@ -103,7 +103,7 @@ def pack(result: QuantizedLinear, spec: LinearSpec) -> Packed:
 
 
 def dequantized(packed: Packed, spec: LinearSpec) -> torch.Tensor:
-    """What the stored tensors stand for: float32 [rows, columns]."""
+    """What the stored tensors stand for: float32 [rows, columns], on their device."""
     return w3.dequantize(packed[names.CODES], packed[names.SCALES], packed[names.QMAP], spec=spec, dtype=torch.float32)
 
 
@@ -114,11 +114,12 @@ def measure_error(weight: torch.Tensor, packed: Mapping[str, torch.Tensor], *, s
     the number of threads.
 
     Args:
-        weight: float32 [rows, columns] on the CPU.
-        packed: `codes`, `scales` and `qmap` of the Linear.
+        weight: float32 [rows, columns], on the device that is to do this.
+        packed: `codes`, `scales` and `qmap` of the Linear, on any.
     """
     squared_error = squared_weight = 0.0
-    blocks = w3.dequantized_blocks(packed[names.CODES], packed[names.SCALES], packed[names.QMAP], spec=spec)
+    there = moved({part: packed[part] for part in names.PACKED}, weight.device)
+    blocks = w3.dequantized_blocks(there[names.CODES], there[names.SCALES], there[names.QMAP], spec=spec)
     for rows, block in blocks:
         squared_error += sum((block - weight[rows]).square_().sum(dim=1, dtype=torch.float64).tolist())
         squared_weight += sum(weight[rows].square().sum(dim=1, dtype=torch.float64).tolist())

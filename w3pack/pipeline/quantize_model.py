@@ -31,7 +31,7 @@ from w3pack.format.layout import FORMAT_VERSION
 from w3pack.pipeline.calibrate import Calibration, calibrate, read_work, work_files
 from w3pack.pipeline.one_linear import check_finite as check_finite
 from w3pack.pipeline.one_linear import measure_error as measure_error
-from w3pack.pipeline.one_linear import pack, quantize_weight
+from w3pack.pipeline.one_linear import moved, pack, quantize_weight
 from w3pack.pipeline.one_linear import read_float as read_float
 from w3pack.pipeline.plan import Loadable, Plan, PlannedTensor, QuantizeOptions, make_plan, settings_fingerprint
 from w3pack.pipeline.qmaps import QmapChoice, read_qmaps
@@ -155,9 +155,9 @@ def _write_shards(job: Job, staging: Staging, *, workers: int | None, device: st
                     _take(staging, finished[tensor.module], tensor.module, writer=writer, record=record)
                     done += tensor.spec.weights
                     continue
-                moved = read_tuned(staging, tensor.source.name) if tensor.spec is None else None
-                if moved is not None:
-                    _write(writer, record, name=tensor.source.name, data=moved)
+                learned = read_tuned(staging, tensor.source.name) if tensor.spec is None else None
+                if learned is not None:
+                    _write(writer, record, name=tensor.source.name, data=learned)
                     continue
                 _process(job, tensor, writer=writer, record=record, workers=workers, device=device)
                 if tensor.spec is not None:
@@ -208,9 +208,9 @@ def _process(
 ) -> None:
     name = tensor.source.name
     if tensor.action == "quantize" and tensor.spec is not None:
-        weight = read_float(job.source, tensor, block=job.plan.block)
+        weight = read_float(job.source, tensor, block=job.plan.block, device=device)
         result = quantize_weight(
-            weight.to(device),
+            weight,
             tensor.spec,
             module=tensor.module,
             qmap=job.qmaps.of(tensor.module),
@@ -221,7 +221,7 @@ def _process(
         del result
         error = measure_error(weight, packed, spec=tensor.spec)
         del weight
-        for part, data in packed.items():
+        for part, data in moved(packed, "cpu").items():
             _write(writer, record, name=names.tensor(tensor.module, part), data=data)
         record["modules"][tensor.module] = {
             "error": {"squared_error": error.squared_error, "squared_weight": error.squared_weight},
@@ -239,8 +239,8 @@ def _take(staging: Staging, file: str, module: str, *, writer: ShardWriter, reco
     """Write a Linear that calibration has packed already, with the scales and map of the last stage if it had one."""
     for part, data in read_work(staging, file, module).items():
         name = names.tensor(module, part)
-        moved = read_tuned(staging, name)
-        _write(writer, record, name=name, data=data if moved is None else moved)
+        learned = read_tuned(staging, name)
+        _write(writer, record, name=name, data=data if learned is None else learned)
     last = tuned(staging)
     entries = {} if last is None else last["modules"]
     record["modules"][module] = entries.get(module, staging.work[file]["modules"][module])
@@ -260,7 +260,7 @@ def _documents(
 ) -> dict[str, Any]:
     """Manifest, index and config, in the order in which they are to be written."""
     plan, specs = job.plan, job.plan.modules
-    moved = set((facts or {}).get("tuning", {}).get("vectors", ()))
+    learned = set((facts or {}).get("tuning", {}).get("vectors", ()))
     stored = {name: entry for shard in records.values() for name, entry in shard["tensors"].items()}
     found = {name: entry for shard in records.values() for name, entry in shard["modules"].items()}
     weight_map = {name: file for file in plan.shards for name in records[file]["tensors"]}
@@ -289,7 +289,7 @@ def _documents(
             for name, spec in specs.items()
         },
         "kept": {
-            t.source.name: f"{t.action}: {t.reason}{', tuned' if t.source.name in moved else ''}"
+            t.source.name: f"{t.action}: {t.reason}{', tuned' if t.source.name in learned else ''}"
             for t in plan.tensors
             if t.action != "quantize"
         },

@@ -64,7 +64,7 @@ class Tuning:
         open: loads the model; scratch files go into the folder given.
         follow: starts a walk whose blocks can be learners, for models that do not fit in memory.
         seed: of the order of the batches of a block.
-        needed: upper estimate of memory in bytes, given the job and the number of threads.
+        needed: upper estimate of memory in bytes, given the job, the number of threads and the device.
         free: memory that can be had, in bytes, on a device; 0 where the system does not say.
     """
 
@@ -74,7 +74,7 @@ class Tuning:
     batch: int
     open: Callable[[Job, Path, str, int], AbstractContextManager[WholeModel]]
     follow: Callable[[Job, Path, str, int], AbstractContextManager[Walk]]
-    needed: Callable[[Job, int], int]
+    needed: Callable[[Job, int, str], int]
     free: Callable[[str], int]
     seed: int = 0
 
@@ -89,7 +89,7 @@ class Tuning:
 
     def fits(self, job: Job, *, workers: int, device: str) -> bool:
         """Whether the whole model does in four fifths of the free memory, or the system does not say."""
-        needed, free = self.needed(job, workers), self.free(device)
+        needed, free = self.needed(job, workers, device), self.free(device)
         _LOG.info("tuning the whole model needs %.1f GB, %.1f GB are free on %s", needed / 1e9, free / 1e9, device)
         return not free or needed <= _FREE_SHARE * free
 
@@ -104,7 +104,7 @@ class Tuning:
             return False
         fits = self.fits(job, workers=workers, device=device)
         if begun and not fits:
-            needed, free = self.needed(job, workers), self.free(device)
+            needed, free = self.needed(job, workers, device), self.free(device)
             raise ResourceError(
                 f"expected {needed / 1e9:.1f} GB of memory to go on tuning the whole model at once, got {free / 1e9:.1f} GB "
                 f"free on {device}, of which {_FREE_SHARE:.0%} may be used; free memory or lower --workers, or pass --overwrite "

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from w3pack.errors import UnsupportedError, UsageError
+from w3pack.quantize.block_steps import FeedSteps
 from w3pack.quantize.chunks import one_torch_thread, run_chunks
 from w3pack.quantize.linear import QuantizedLinear
 from w3pack.quantize.maps import map_values
@@ -109,11 +110,12 @@ def feed_errors_forward(
             f"expected a factor of {weight.shape[1]} columns; got {factor.order.shape[0]}; use the moment of this input"
         )
     codes = torch.empty_like(start.codes)
+    sweep = _sweep if weight.device.type == "cpu" or start.qmap.shape[0] > 1 else _sweep_in_blocks
 
     def work(first: int, stop: int) -> None:
         before = select_rows(start, first, stop)
         after = QuantizedLinear(
-            codes=_sweep(weight[first:stop], before, factor),
+            codes=sweep(weight[first:stop], before, factor),
             qmap=before.qmap,
             scales=before.scales,
             group_size=before.group_size,
@@ -155,4 +157,26 @@ def _sweep(weight: torch.Tensor, start: QuantizedLinear, factor: Factor) -> torc
         remaining[stop:].addmm_(upper[first:stop, stop:].t(), errors, alpha=-1.0)
     codes = torch.empty_like(counts)
     codes[factor.order] = counts - 1
+    return codes.t().contiguous()
+
+
+def _sweep_in_blocks(weight: torch.Tensor, start: QuantizedLinear, factor: Factor) -> torch.Tensor:
+    """`_sweep` for devices, where each operation costs a launch; one map for all rows."""
+    rows, columns = weight.shape
+    upper, order = factor.upper, factor.order
+    remaining = weight.t()[order]  # [columns, rows], in the order of the sweep
+    groups = order // start.group_size
+    scales = start.scales.t().to(torch.float32).contiguous()  # [groups, rows]
+    inverse = reciprocal(scales)
+    table = map_values(start.qmap)
+    codes = torch.empty(columns, rows, dtype=torch.uint8, device=weight.device)
+    steps: FeedSteps | None = None
+    for first in range(0, columns, BLOCK):
+        stop = min(first + BLOCK, columns)
+        if steps is None or steps.width != stop - first:
+            steps = FeedSteps(table, width=stop - first, rows=rows)
+        here = groups[first:stop]
+        errors = steps.run(remaining[first:stop], scales[here], inverse[here], upper[first:stop, first:stop])
+        codes[order[first:stop]] = steps.codes.to(torch.uint8)
+        remaining[stop:].addmm_(upper[first:stop, stop:].t(), errors, alpha=-1.0)
     return codes.t().contiguous()

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from w3pack.errors import UsageError
+from w3pack.quantize.block_steps import DescentSteps
 from w3pack.quantize.chunks import run_chunks
 from w3pack.quantize.diagonal import stored_scales
 from w3pack.quantize.linear import QuantizedLinear
@@ -280,7 +281,9 @@ class _Refinement:
 
         def work(piece: _Piece) -> None:
             table = self.table(piece)
-            codes = self.descend(piece, table, sweeps)
+            one_group = table.shape[0] == 1 and self.group_size % BLOCK == 0
+            descend = self.descend_in_blocks if one_group and table.device.type != "cpu" else self.descend
+            codes = descend(piece, table, sweeps)
             residual, loss = self.judge(piece.weight, piece.moment, codes, piece.scales, table)
             self.adopt(piece, loss < piece.loss, codes=codes, scales=piece.scales, residual=residual, loss=loss)
 
@@ -319,6 +322,21 @@ class _Refinement:
                     current[column] = value
                 codes[first:stop] = picked.to(torch.uint8).sub_(1)
                 residual.addmm_(piece.moment[:, first:stop], change)
+        return codes
+
+    def descend_in_blocks(self, piece: _Piece, table: torch.Tensor, sweeps: int) -> torch.Tensor:
+        """`descend` for devices, where each operation costs a launch; one map for all rows, whole blocks in a group."""
+        columns, rows = piece.codes.shape
+        values, residual, codes = values_of(piece.codes, table), piece.residual.clone(), piece.codes.clone()
+        inverse = reciprocal(piece.scales)
+        whole = DescentSteps(table, width=min(BLOCK, columns), rows=rows)
+        last = DescentSteps(table, width=columns % BLOCK, rows=rows) if columns > BLOCK and columns % BLOCK else whole
+        for first in (first for _ in range(sweeps) for first in range(0, columns, BLOCK)):
+            stop, group = min(first + BLOCK, columns), first // self.group_size
+            here, steps = slice(first, stop), whole if stop - first == whole.width else last
+            change = steps.run(values[here], residual[here], inverse[group], piece.moment[here, here])
+            values[here], codes[here] = steps.values, steps.codes.to(torch.uint8)
+            residual.addmm_(piece.moment[:, here], change * piece.scales[group])
         return codes
 
     def linear(self) -> QuantizedLinear:

@@ -17,6 +17,7 @@ TOKENS_AT_ONCE = 4096  # bounds the length of a float32 sum before it is added t
 # Columns of a strip: products run from a strip's first column to the last, since the rest is their mirror image. That takes
 # 0.6 of the time of whole products for 1,536 columns and 0.7 for 576 (one core, MKL); strips of 128 to 384 are alike.
 STRIP = 192
+DEVICE_STRIP = 2048  # each strip waits for the device once
 
 
 class SecondMoment:
@@ -58,18 +59,19 @@ class SecondMoment:
             raise UsageError(f"expected floating-point activations; got {activations.dtype}; convert them first")
         tokens = activations.detach().reshape(-1, self.columns)
         say = None if weights is None else self._checked_weights(weights, tokens.shape[0])
+        width = STRIP if self._total.device.type == "cpu" else DEVICE_STRIP
         for first in range(0, tokens.shape[0], TOKENS_AT_ONCE):
             piece = tokens[first : first + TOKENS_AT_ONCE].to(self._total.device, torch.float32)
             left = piece if say is None else piece * say[first : first + TOKENS_AT_ONCE].unsqueeze(1)
             with full_precision():
-                for start in range(0, self.columns, STRIP):
-                    strip = left[:, start : start + STRIP].t() @ piece[:, start:]
+                for start in range(0, self.columns, width):
+                    strip = left[:, start : start + width].t() @ piece[:, start:]
                     if not bool(torch.isfinite(strip.diagonal().sum())):
                         raise UnsupportedError(
                             "expected finite activations; got NaN or infinity, or squares beyond float32; "
                             "run the calibration in float32 or bfloat16"
                         )
-                    self._total[start : start + STRIP, start:] += strip  # only the upper triangle is kept up
+                    self._total[start : start + width, start:] += strip  # only the upper triangle is kept up
         self.tokens += tokens.shape[0]
 
     def _checked_weights(self, weights: torch.Tensor, tokens: int) -> torch.Tensor:
