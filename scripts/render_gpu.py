@@ -77,7 +77,7 @@ def section(document: Document, published: Document | None, table: Table) -> str
         parts.append(f"### {name_of(form)}\n")
         parts.append(table(columns + [f"({name})" for name in kernels.values()], rows))
     if document["prefill"]:
-        parts.append("### More tokens than a decode kernel takes: unpack, then torch's product\n")
+        parts.append("### More tokens than a decode kernel takes\n")
         parts.append(prefill(document["prefill"], table))
     parts.append(f"`{source['command']}`\n")
     return "\n".join(parts)
@@ -120,10 +120,15 @@ def prefill(entries: list[Document], table: Table) -> str:
             f"{entry['microseconds']:.0f}",
             f"{entry['torch_microseconds']:.0f}",
             f"{entry['microseconds'] / entry['torch_microseconds']:.2f}",
+            "-"
+            if entry.get("mainloop_microseconds") is None
+            else f"{entry['without_mainloop_microseconds'] / entry['torch_microseconds']:.2f}",
         ]
         for entry in entries
     ]
-    return table(["rows x columns", "tokens", "form", "µs", "torch µs", "time / torch's"], rows)
+    return table(
+        ["rows x columns", "tokens", "form", "µs", "torch µs", "time / torch's", "dequantised / torch's"], rows
+    )
 
 
 def summary(document: Document, table: Table, *, tokens: int = 8) -> str:
@@ -183,4 +188,42 @@ def counters(document: Document, table: Table) -> str:
             ["rows x columns", "tokens", "µs", "DRAM", "L2", "issued", "ALU pipe", "tensor pipe", "longest waits"], rows
         )
         + f"\n`{document['provenance']['command']}`\n"
+    )
+
+
+def calibration(document: Document, table: Table) -> str:
+    """How long calibration takes on a GPU (`measure_calibrated_gpu.py`)."""
+    rows = []
+    for effort, found in document["efforts"].items():
+        slowest = sorted(found["stages"].items(), key=lambda stage: -stage[1])[:4]
+        rows.append(
+            [
+                f"`{effort}`",
+                f"{found['seconds']:.1f}",
+                ", ".join(f"{block['seconds']:.1f}" for block in found["blocks"]),
+                f"{found['seconds_outside_blocks']:.1f}",
+                f"{found['gpu_bytes_at_most'] / 1e9:.1f}",
+                f"{found['rss_bytes_at_most'] / 1e9:.1f}",
+                ", ".join(f"{name} {seconds:.1f}" for name, seconds in slowest),
+            ]
+        )
+    source = document["provenance"]
+    return (
+        f"## Calibration on a GPU ({source['device']})\n\n"
+        f"Random weights of Llama-3-8B's shape, {document['layers']} layers, {document['samples']} windows of {document['window']} tokens, group "
+        f"size {document['group_size']}; seconds, with reading and writing files. torch {source['torch']}, {document['cpu_cores']} "
+        "processor cores.\n\n"
+        + table(
+            [
+                "effort",
+                "in all",
+                "each block",
+                "outside of blocks",
+                "GPU GB at most",
+                "host GB at most",
+                "longest stages",
+            ],
+            rows,
+        )
+        + f"\n`{source['command']}`\n"
     )

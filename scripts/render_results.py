@@ -216,6 +216,8 @@ def sections() -> str:
     for name in ("generation_h200.json", "generation_compiled_h200.json"):
         if generated := load(name):
             parts.append(render_generation.section(generated, table))
+    if calibrated := load("calibration_h200.json"):
+        parts.append(render_gpu.calibration(calibrated, table))
     if gateup := load("gateup_h200.json"):
         parts.append(render_gateup.section(gateup, table))
     if generated := load("generation_fp8_h200.json"):
