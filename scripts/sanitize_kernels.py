@@ -1,4 +1,4 @@
-"""Every kind of decode kernel on small shapes, to be run under compute-sanitizer; says ok, or which result is wrong.
+"""Every kind of decode and prefill kernel on small shapes, to be run under compute-sanitizer; says ok, or which result is wrong.
 
 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python scripts/sanitize_kernels.py
 compute-sanitizer --tool racecheck --error-exitcode 1 python scripts/sanitize_kernels.py --checked --case 0
@@ -26,6 +26,9 @@ from w3pack.ops.w3_config import BESIDE_TOKENS, KEPT, OWN, STREAMED, W3Config, W
 from w3pack.ops.w3_decide import plan_of
 from w3pack.ops.w3_launch import run_decode
 from w3pack.ops.w3_linear import w3_linear
+from w3pack.ops.w3_prefill import PrefillPlan, config_of, takes
+from w3pack.ops.w3_prefill import make_plan as make_prefill_plan
+from w3pack.ops.w3_prefill_launch import run_prefill
 
 #: Few blocks, so that each walks over several row blocks and hands sums on.
 BLOCKS = 5
@@ -35,6 +38,10 @@ CASES = (
     Case(448, 1024, 16, x_dtype="bfloat16"),
     Case(448, 1024, 40),
 )
+#: Of the dense product and the prefill kernel.
+MANY = 200
+#: Tokens of a tile, blocks of a cluster, whether warpgroups share a row tile.
+PREFILL = ((64, 1, False), (128, 2, False), (64, 1, True), (128, 2, True))
 ALLOWED = {"float16": 3e-3, "bfloat16": 1e-2}
 
 
@@ -82,6 +89,19 @@ def plans(case: Case) -> list[W3Plan]:
     return found
 
 
+def prefill_plans(case: Case, *, check: bool) -> list[PrefillPlan]:
+    """Each kind of prefill kernel, where the device has them, on fewer blocks than there are tiles."""
+    desc = case.desc(replace(limits(0), multiprocessors=2))
+    if not takes(desc):
+        return []
+    found = [make_prefill_plan(desc, config_of(desc, tokens=t, cluster=c, split=s)) for t, c, s in PREFILL]
+    if check:
+        found = [
+            replace(plan, text=replace(plan.text, defines=(*plan.text.defines, ("W3_CHECKED", 1)))) for plan in found
+        ]
+    return found
+
+
 def wrong(case: Case, weights: Weights, y: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether y is further from float64 than rounding explains."""
     return not relative_error(y, weights.exact(x)) <= ALLOWED[case.x_dtype]
@@ -102,8 +122,10 @@ def main() -> int:
         return 3
     device = torch.device("cuda", 0)
     work = [(case, checked(plan) if options.checked else plan) for case in cases for plan in plans(case)]
+    prefill = {case: prefill_plans(replace(case, tokens=MANY), check=options.checked) for case in cases}
+    every = {text for _, plan in work for text in texts(plan)} | {p.text for found in prefill.values() for p in found}
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda text: load(text, 0), {text for _, plan in work for text in texts(plan)}))
+        list(pool.map(lambda text: load(text, 0), every))
     faults = 0
     for case in cases:
         weights, x = random_weights(case.spec, device=device), random_x(case, device=device)
@@ -116,7 +138,16 @@ def main() -> int:
             if wrong(case, weights, y, x):
                 faults += 1
                 print(f"wrong: {case} {plan.config}")
-        many = random_x(replace(case, tokens=200), device=device)
+        many = random_x(replace(case, tokens=MANY), device=device)
+        for prefill_plan in prefill[case]:
+            if options.verbose:
+                print(case, prefill_plan.config, flush=True)
+            y = torch.full((MANY, case.rows), float("nan"), dtype=x.dtype, device=device)
+            for _ in range(2):
+                run_prefill(prefill_plan, many, weights.codes, weights.scales, weights.qmap, None, y)
+            if wrong(case, weights, y, many):
+                faults += 1
+                print(f"wrong: {case} {prefill_plan.config}")
         found = w3_linear(
             many,
             weights.codes,
@@ -129,8 +160,11 @@ def main() -> int:
         )
         if wrong(case, weights, found, many):
             faults += 1
-            print(f"wrong: {case} with 200 tokens")
-    print(f"{len(work)} decode kernels and {len(cases)} dense products: {faults or 'none'} wrong")
+            print(f"wrong: {case} with {MANY} tokens")
+    number = sum(len(found) for found in prefill.values())
+    print(
+        f"{len(work)} decode kernels, {number} prefill kernels and {len(cases)} dense products: {faults or 'none'} wrong"
+    )
     return 1 if faults else 0
 
 
