@@ -252,7 +252,7 @@ def summary() -> str:
     text = table(
         ["model", "text", "source perplexity", "NF3 absmax: perplexity / KL", "w3pack: perplexity / KL", "KL"], lines
     )
-    w3, gateup = load("w3_h200.json"), load("gateup_h200.json")
+    w3, generated, gateup = load("w3_h200.json"), load("generation_compiled_h200.json"), load("gateup_h200.json")
     ladders = "".join(
         render_ladder.summary(json.loads(path.read_text()), table)
         for path in sorted(RESULTS.glob("quality_calibrated_*.json"))
@@ -261,6 +261,7 @@ def summary() -> str:
         "Without calibration data, group size 128, judged by the model's own output on text (KL divergence to the source):\n\n"
         f"{text}\n{ladders}These are small models, on which 3 bits hurt most.\n\n"
         f"{render_gpu.summary(w3, table) if w3 else ''}"
+        f"{render_generation.summary(generated) if generated else ''}"
         f"{render_gateup.summary(gateup) if gateup else ''}"
         "All figures, with hardware and commands: [docs/results.md](docs/results.md).\n"
     )
