@@ -106,7 +106,8 @@ def test_the_suite_says_how_fast_and_how_exact() -> None:
     names: list[str] = []
     found = suite.run(chosen, progress=names.append)
     json.dumps(found)
-    assert names == [str(case) for case in chosen]
+    few, many = [case for case in chosen if case.tokens < 65], [case for case in chosen if case.tokens == 65]
+    assert names == [str(case) for case in few + many]  # clocks fall under many tokens, so they come last
     assert (len(found["entries"]), len(found["prefill"])) == (4, 2)
     for entry in found["entries"]:
         assert entry["torch_microseconds"] == 100.0
