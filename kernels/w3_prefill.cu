@@ -23,15 +23,14 @@
 //
 // Blocks are persistent: feeders fill slots for the next tile while workers write the last one. In a cluster of two blocks, one below the
 // other, each fetches half of the tokens for both: with 128 rows a multiprocessor asks the L2 cache for 20 instead of 36 KB a step of 256
-// tokens. Clusters of four took twice as long.
+// tokens. Clusters of four took as long as two at best, and twice as long where tiles keep all multiprocessors busy.
 #include "w3_prefill_decode.cuh"
 #include "w3_prefill_feed.cuh"
 #include "w3_prefill_finish.cuh"
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
 // This warp is done with a slot: the instructions that read its activations have finished, and its code words are in registers that have
-// been used. So no reading is under way that what the copy engine writes next could overtake, and no fence is needed (the one for the
-// asynchronous unit cost 3 to 9 %).
+// been used. So no reading is under way that what the copy engine writes next could overtake, and no fence is needed.
 W3_DEVICE void leave(const SharedMap& map, int slot) {
   __syncwarp();
   if (W3_CHECKED || elect_one()) {

@@ -1,7 +1,7 @@
 """Work on fixed tensors that is repeated many times: on a CUDA device it is recorded once and replayed as one graph.
 
-The solvers choose codes column by column, a few small operations each. Python needs some 5 us to launch one, a device
-runs it in 2: a decoder block of Llama-3-8B's shape has 200,000 such steps, so waiting for launches would take minutes.
+The solvers choose codes column by column, a few small operations each: launched one by one, these would leave a device waiting
+for the next most of the time.
 """
 
 from __future__ import annotations
